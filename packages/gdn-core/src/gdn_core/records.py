@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records that let a speculative step keep one state per request and replay the accepted tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class ReplayRecords:
+    """Hold what each token of the last step did to the state of its slot.
+
+    A token acts on a state `M` only through `M <- decay * M + outer(k, u)`, so that the accepted prefix of a step can
+    be replayed later from these three, without storing a state per draft token. All tensors are zero at first.
+
+    Args:
+        num_slots: slots of the state pool, `P`.
+        S: most tokens of a row in one step (draft tokens + 1).
+        H, HV: key heads and value heads.
+        K, V: key and value dimensions.
+        dtype: activation dtype, in which the raw keys are kept.
+        device: where the tensors live.
+
+    Attributes:
+        k: raw keys, before any normalisation, `[P, S, H, K]` in the activation dtype.
+        u: `beta * (v - k @ M)` of each token, fp32 `[P, S, HV, V]`.
+        decay: `exp(g)` of each token, fp32 `[P, S, HV]`.
+        live: how many records of a slot are valid, int32 `[P]`.
+
+    With float64 activations `u` and `decay` are float64 too.
+
+    Example:
+        >>> records = ReplayRecords(num_slots=4, S=3, H=2, HV=4, K=16, V=8, dtype=torch.bfloat16)
+        >>> records.u.shape
+        torch.Size([4, 3, 4, 8])
+    """
+
+    k: Tensor
+    u: Tensor
+    decay: Tensor
+    live: Tensor
+
+    def __init__(
+        self,
+        num_slots: int,
+        S: int,
+        H: int,
+        HV: int,
+        K: int,
+        V: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+        self.k = torch.zeros(num_slots, S, H, K, dtype=dtype, device=device)
+        self.u = torch.zeros(num_slots, S, HV, V, dtype=accumulator, device=device)
+        self.decay = torch.zeros(num_slots, S, HV, dtype=accumulator, device=device)
+        self.live = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    @classmethod
+    def from_tensors(cls, k: Tensor, u: Tensor, decay: Tensor, live: Tensor) -> ReplayRecords:
+        """Wrap tensors laid out as the attributes are, without copying them."""
+        records = cls.__new__(cls)
+        records.k, records.u, records.decay, records.live = k, u, decay, live
+        return records
+
+    def reset(self, slots: Tensor | None = None) -> None:
+        """Forget the records of `slots` (every slot when None), as whoever reuses a slot must do.
+
+        Only `live` is zeroed: a record beyond it is never read.
+        """
+        if slots is None:
+            self.live.zero_()
+        else:
+            self.live.index_fill_(0, slots.to(torch.int64), 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all tensors together."""
+        return sum(x.numel() * x.element_size() for x in (self.k, self.u, self.decay, self.live))
+
+    def __repr__(self) -> str:
+        num_slots, S, H, K = self.k.shape
+        HV, V = self.u.shape[-2:]
+        return (
+            f"ReplayRecords(num_slots={num_slots}, S={S}, H={H}, HV={HV}, K={K}, V={V}, "
+            f"dtype={self.k.dtype}, device={str(self.k.device)!r}, nbytes={self.nbytes})"
+        )
