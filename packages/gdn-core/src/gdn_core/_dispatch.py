@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend runs a call.
+
+An eager call of plain tensors goes straight to the native kernel. A call that is being traced, or that a mode, a
+functorch transform or a tensor subclass wants to see, goes through ``torch.ops.gdn.<name>``, whose implementation comes
+back to :func:`run_on_backend`. A call that needs a gradient never gets this far (see :func:`wants_gradient`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import _registry, _validate
+from ._log import log_once
+
+Kernel = Callable[..., None]
+
+_AUTOMATIC = ""
+_MAX_PENDING = 64  # constructed choices that may still turn out to be the start of a with block
+_FUSED_DECODE = ("fused_gdn_decode_post_conv_mtp", "fused_gdn_decode_post_conv_mtp_replay")
+
+_forced_here: ContextVar[str] = ContextVar("gdn_backend", default=_AUTOMATIC)
+_forced_everywhere: list[use_backend] = []
+_forced_lock = threading.Lock()
+_default: str | None = None  # the process-wide choice; None until the environment has been read
+
+_recorders: list[Counter[tuple[str, str]]] = []
+_fast: dict[str | None, dict[str, Kernel]] = {}  # by choice: op name -> native CPU kernel
+
+# op name -> reference implementation over the arguments of torch.ops.gdn.<name>; filled by _schema
+reference_kernels: dict[str, Kernel] = {}
+
+_is_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.maybe_current_level
+_tracing_state = torch._C._get_tracing_state
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+class use_backend:
+    """Force one backend, for the process (plain call) or for a block (``with``); None restores the default.
+
+    A forced backend that cannot run a call raises NotImplementedError, naming the unmet constraint, instead of falling
+    back. As a context manager the choice holds for the current thread or task only.
+
+    Args:
+        name: ``"reference"``, ``"cpu"``, ``"cuda"`` or another name that :func:`gdn_core.backends` lists.
+
+    Raises:
+        ValueError: no backend has that name.
+        RuntimeError: that backend cannot run here; the message says why and what to install.
+
+    Example:
+        >>> import gdn_core
+        >>> with gdn_core.use_backend("reference"):
+        ...     pass
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = _AUTOMATIC if name is None else name
+        self._token: Token[str] | None = None
+        if self.name != _AUTOMATIC:
+            _require(self.name)
+        with _forced_lock:
+            _forced_everywhere.append(self)
+            del _forced_everywhere[:-_MAX_PENDING]
+            _refresh_default()
+
+    def __enter__(self) -> use_backend:
+        with _forced_lock:
+            if self in _forced_everywhere:
+                _forced_everywhere.remove(self)
+            _refresh_default()
+        self._token = _forced_here.set(self.name)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._token is not None:
+            _forced_here.reset(self._token)
+            self._token = None
+
+
+def _refresh_default() -> None:
+    """Set the process-wide choice: the last plain call, else the environment's."""
+    global _default
+    name = _forced_everywhere[-1].name if _forced_everywhere else _AUTOMATIC
+    if name == _AUTOMATIC and _registry.settings().backend is not None:
+        name = _registry.settings().backend or _AUTOMATIC
+        _require(name)
+    _default = name
+
+
+def _require(name: str) -> None:
+    if name not in _registry.names():
+        known = ", ".join(_registry.names())
+        raise ValueError(f"backend: expected one of {known}, got {name!r}")
+    info = _registry.info(name)
+    if not info.available:
+        remedy = f"; {info.install}" if info.install else ""
+        raise RuntimeError(f"backend {name!r} cannot run here: {info.reason}{remedy}")
+
+
+def _choice() -> str:
+    """Return the forced backend's name, or the empty string."""
+    if _default is None:
+        with _forced_lock:
+            _refresh_default()
+    return _forced_here.get() or _default or _AUTOMATIC
+
+
+def _declines(name: str, op: str) -> str | None:
+    """Return why backend ``name`` has no kernel for ``op`` at all, or None."""
+    info = _registry.info(name)
+    if not info.available:
+        return info.reason
+    provider = _registry.provider(name)
+    if name == "cuda" and op in _FUSED_DECODE and _registry.settings().decode_kernel != "cuda":
+        return f"GDN_DECODE_KERNEL={_registry.settings().decode_kernel}"
+    if provider is not None and op not in provider.ops:
+        return f"has no kernel for {op}"
+    return None
+
+
+def _wrong_device(name: str, device: torch.device) -> str | None:
+    provider = _registry.provider(name)
+    if provider is None or device.type in provider.device_types:
+        return None
+    return f"runs {', '.join(provider.device_types)} tensors, these are on {device}"
+
+
+def _try(name: str, op: str, flat: Sequence[Any], device: torch.device, *, dry_run: bool) -> str | None:
+    """Run ``op`` on a native backend, or only check; return why it declined, or None when it ran (would run)."""
+    reason = _declines(name, op) or _wrong_device(name, device)
+    provider = _registry.provider(name)
+    if reason is not None or provider is None:
+        return reason or "is unavailable"
+    try:
+        provider.ops[op](*flat, dry_run=dry_run)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
+    """Run ``op`` over the arguments of ``torch.ops.gdn.<op>``; ``like`` is one of them, and tells the device."""
+    if _is_compiling() or _num_dispatch_modes() or _tracing_state() is not None:
+        getattr(torch.ops.gdn, op).default(*flat)
+        return
+    if _recorders and _explaining.get():
+        raise _Intercepted(op, flat, gradient=False)
+    if like.is_cpu and not _recorders:
+        table = _fast.get(_forced_here.get() or _default)
+        if table is None:
+            table = _fast_table()
+        kernel = table.get(op)
+        if kernel is not None:
+            try:
+                kernel(*flat)
+                return
+            except NotImplementedError:
+                pass  # declined before anything changed: the general path finds out why
+    if any(_is_subclass(tensor) for tensor in flat):
+        getattr(torch.ops.gdn, op).default(*flat)
+        return
+    run_on_backend(op, flat)
+
+
+def _is_subclass(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def _fast_table() -> dict[str, Kernel]:
+    """Collect the native CPU kernels that the current choice allows, for the next calls."""
+    choice = _choice()
+    provider = _registry.provider("cpu") if choice in (_AUTOMATIC, "cpu") else None
+    return _fast.setdefault(choice, dict(provider.ops) if provider is not None else {})
+
+
+def run_on_backend(op: str, flat: Sequence[Any]) -> None:
+    """Run ``op`` on the forced backend, or else on the first that takes the call."""
+    device = _validate.device_of(flat)
+    forced = _choice()
+    if forced not in (_AUTOMATIC, _registry.REFERENCE):
+        reason = _try(forced, op, flat, device, dry_run=False)
+        if reason is not None:
+            _validate.check(op, flat)  # a wrong argument is the better message
+            raise NotImplementedError(f"{op}: the forced backend {forced!r} cannot run this call: {reason}")
+        _record(op, forced)
+        return
+    if forced == _AUTOMATIC:
+        for name in _registry.loaded():
+            reason = _try(name, op, flat, device, dry_run=False)
+            if reason is None:
+                _record(op, name)
+                return
+            _explain_fallback(op, name, device, reason)
+    _validate.check(op, flat)
+    reference_kernels[op](*flat)
+    _record(op, _registry.REFERENCE)
+
+
+def _explain_fallback(op: str, name: str, device: torch.device, reason: str) -> None:
+    """Say once why ``name`` did not run the call, where a user may have expected it to."""
+    info = _registry.info(name)
+    if not info.available:
+        if name == device.type:
+            remedy = f" To make it fast: {info.install}" if info.install else ""
+            log_once(logging.WARNING, f"gdn runs on the slow reference: backend {name!r}: {info.reason}.{remedy}")
+    elif _wrong_device(name, device) is None:
+        log_once(logging.INFO, f"{op} runs on another backend than {name!r}: {reason}")
+
+
+def _record(op: str, backend: str) -> None:
+    for counter in tuple(_recorders):
+        counter[op, backend] += 1
+
+
+@contextmanager
+def record_calls() -> Iterator[Counter[tuple[str, str]]]:
+    """Count which backend runs which op, in every thread, while the block runs.
+
+    Yields:
+        A Counter that maps ``(op, backend)`` to the number of calls so far.
+
+    Example:
+        >>> import gdn_core, torch
+        >>> with gdn_core.record_calls() as calls:
+        ...     y = gdn_core.rms_norm_gated(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6)
+        >>> [op for op, backend in calls]
+        ['rms_norm_gated']
+    """
+    counter: Counter[tuple[str, str]] = Counter()
+    _recorders.append(counter)
+    try:
+        yield counter
+    finally:
+        _recorders.remove(counter)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def may_differentiate() -> bool:
+    """Tell whether a call could need a gradient at all: under no_grad nothing else has to be looked at."""
+    return _grad_enabled() or (not _is_compiling() and _functorch_level() is not None)
+
+
+def wants_gradient(op: str, tensors: Sequence[torch.Tensor | None], flat: Sequence[Any], *, writes: str | None) -> bool:
+    """Tell whether the call must be differentiable and so belongs to the reference.
+
+    Args:
+        op: name of the op.
+        tensors: every floating-point input.
+        flat: the arguments of ``torch.ops.gdn.<op>``, for validation.
+        writes: the argument that the call would write to in place, None when it writes only what it returns.
+
+    Raises:
+        RuntimeError: a gradient is required of a call that writes to ``writes``.
+        NotImplementedError: a gradient is required of a call for which a native backend was forced.
+    """
+    if not may_differentiate():
+        return False
+    transformed = not _is_compiling() and _functorch_level() is not None
+    needed = _grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if not (transformed or needed):
+        return False
+    if _recorders and _explaining.get():
+        raise _Intercepted(op, flat, gradient=True)
+    if writes is not None:
+        raise RuntimeError(
+            f"{op}: an input requires a gradient, but the call updates {writes!r} in place and has none; "
+            "call it under torch.no_grad() or torch.inference_mode()"
+        )
+    if _is_compiling():
+        return True
+    if _choice() not in (_AUTOMATIC, _registry.REFERENCE):
+        raise NotImplementedError(
+            f"{op}: the forced backend {_choice()!r} has no gradient, and an input requires one; "
+            "call it under torch.no_grad() or torch.inference_mode()"
+        )
+    if not transformed:
+        _validate.check(op, flat)
+        log_once(
+            logging.WARNING,
+            f"{op} runs on the slow reference because an input requires a gradient. "
+            "For inference, call it under torch.no_grad() or torch.inference_mode()",
+        )
+    _record(op, _registry.REFERENCE)
+    return True
+
+
+# --- explaining -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend would run a call (None: it would raise), and why each other one would not."""
+
+    op: str
+    backend: str | None
+    reasons: dict[str, str | None]
+
+    def __str__(self) -> str:
+        chosen = self.backend or "nothing: the call raises"
+        lines = [f"{self.op} runs on {chosen}"]
+        lines += [f"  {name}: {reason or 'can run it'}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+class _Intercepted(Exception):
+    def __init__(self, op: str, flat: Sequence[Any], *, gradient: bool) -> None:
+        super().__init__(op)
+        self.op, self.flat, self.gradient = op, flat, gradient
+
+
+_explaining: ContextVar[bool] = ContextVar("gdn_explaining", default=False)
+
+
+def intercept(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Explanation:
+    """Call a public function up to the point where a backend would run it, and say which one would."""
+    token = _explaining.set(True)
+    try:
+        with record_calls():  # keeps calls off the fast path, which does not look at _explaining
+            function(*args, **kwargs)
+    except _Intercepted as call:
+        return _explain(call)
+    finally:
+        _explaining.reset(token)
+    raise AssertionError(f"{function.__name__} did not reach the dispatcher")
+
+
+def _explain(call: _Intercepted) -> Explanation:
+    reasons: dict[str, str | None] = {}
+    device = _validate.device_of(call.flat)
+    for name in _registry.loaded():
+        no_gradient = "has no gradient, and an input requires one" if call.gradient else None
+        reasons[name] = no_gradient or _try_dry(name, call.op, call.flat, device)
+    reasons[_registry.REFERENCE] = _invalid(call.op, call.flat)
+    forced = _choice()
+    if forced != _AUTOMATIC:
+        chosen = forced if reasons[forced] is None else None
+        reasons = {
+            name: reason or (None if name == forced else f"{forced!r} is forced") for name, reason in reasons.items()
+        }
+    else:
+        chosen = next((name for name, reason in reasons.items() if reason is None), None)
+    return Explanation(call.op, chosen, reasons)
+
+
+def _try_dry(name: str, op: str, flat: Sequence[Any], device: torch.device) -> str | None:
+    try:
+        return _try(name, op, flat, device, dry_run=True)
+    except (TypeError, ValueError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _invalid(op: str, flat: Sequence[Any]) -> str | None:
+    try:
+        _validate.check(op, flat)
+    except (TypeError, ValueError, IndexError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

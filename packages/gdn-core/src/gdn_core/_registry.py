@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backends exist, which can run here, and why the others cannot.
+
+Backends are found through the entry-point group ``gdn_core.backends`` on first use. An entry point tells a backend that
+is installed but broken from one that is not installed, and lets third parties add their own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol, cast
+
+GROUP = "gdn_core.backends"
+REFERENCE = "reference"
+DECODE_KERNELS = ("cuda", "triton")
+
+# Our own backends: distribution, extra of gdn-core, and the machines that its wheels exist for.
+_OWN = {"cpu": ("gdn-cpu", "cpu"), "cuda": ("gdn-cuda", "cuda")}
+_WHEEL_MACHINES = ("x86_64", "aarch64")
+
+
+class Provider(Protocol):
+    """What an entry point of the group ``gdn_core.backends`` resolves to."""
+
+    name: str
+    version: str
+    device_types: tuple[str, ...]
+
+    @property
+    def ops(self) -> Mapping[str, Callable[..., None]]:
+        """Kernels by op name. Each takes the arguments of ``torch.ops.gdn.<name>`` in order, plus ``dry_run=False``;
+        checks them all before it changes anything; and raises NotImplementedError to decline a call. With
+        ``dry_run=True`` it only checks."""
+
+    def availability(self) -> str | None:
+        """Return why the backend cannot run here, or None when it can."""
+
+    def level(self) -> str | None:
+        """Return the instruction-set level or the compute capability in use."""
+
+    def details(self) -> dict[str, str]:
+        """Return what else a person may want to know, for ``gdn info``."""
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One backend as :func:`gdn_core.backends` lists it."""
+
+    name: str
+    version: str | None
+    available: bool
+    level: str | None = None
+    reason: str | None = None
+    install: str | None = None
+    details: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The environment's choices, read once, on first use."""
+
+    backend: str | None
+    decode_kernel: str
+    skip_version_check: bool
+
+
+@lru_cache(maxsize=1)
+def settings() -> Settings:
+    """Read ``GDN_BACKEND``, ``GDN_DECODE_KERNEL`` and ``GDN_SKIP_VERSION_CHECK``."""
+    decode_kernel = os.environ.get("GDN_DECODE_KERNEL", DECODE_KERNELS[0])
+    if decode_kernel not in DECODE_KERNELS:
+        raise ValueError(f"GDN_DECODE_KERNEL: expected one of {', '.join(DECODE_KERNELS)}, got {decode_kernel!r}")
+    return Settings(
+        backend=os.environ.get("GDN_BACKEND") or None,
+        decode_kernel=decode_kernel,
+        skip_version_check=os.environ.get("GDN_SKIP_VERSION_CHECK") == "1",
+    )
+
+
+@lru_cache(maxsize=1)
+def core_version() -> str:
+    """Return the version of the installed gdn-core."""
+    try:
+        return importlib.metadata.version("gdn-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def install_command(name: str) -> str | None:
+    """Return the pip command that brings one of our own backends at this version."""
+    if name not in _OWN:
+        return None
+    return f'pip install "gdn-core[{_OWN[name][1]}]=={core_version()}"'
+
+
+@dataclass
+class _Backend:
+    info: BackendInfo
+    provider: Provider | None
+
+
+_lock = threading.Lock()
+_backends: dict[str, _Backend] | None = None
+
+
+def _unavailable(name: str, version: str | None, reason: str) -> _Backend:
+    return _Backend(BackendInfo(name, version, False, reason=reason, install=install_command(name)), None)
+
+
+def _missing(name: str) -> _Backend:
+    distribution = _OWN[name][0]
+    if platform.system() != "Linux" or platform.machine() not in _WHEEL_MACHINES:
+        where = f"{platform.system()} {platform.machine()}"
+        reason = f"{distribution} has wheels for Linux on {' and '.join(_WHEEL_MACHINES)}, this is {where}"
+        return _Backend(BackendInfo(name, None, False, reason=reason), None)
+    return _unavailable(name, None, f"{distribution} is not installed")
+
+
+def _load(entry: importlib.metadata.EntryPoint) -> _Backend:
+    name, dist = entry.name, entry.dist
+    version = dist.version if dist is not None else None
+    if name in _OWN and version != core_version() and not settings().skip_version_check:
+        reason = f"{_OWN[name][0]} {version} does not match gdn-core {core_version()}"
+        return _unavailable(name, version, reason)
+    try:
+        provider = cast(Provider, entry.load())
+        reason_or_none = provider.availability()
+        if reason_or_none is not None:
+            return _unavailable(name, version, reason_or_none)
+        info = BackendInfo(name, version, True, level=provider.level(), details=provider.details())
+    except Exception as error:  # a broken backend is listed with its own words, whatever they are
+        return _unavailable(name, version, f"{type(error).__name__}: {error}")
+    return _Backend(info, provider)
+
+
+def _discover() -> dict[str, _Backend]:
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    backends = {name: _load(found.pop(name)) if name in found else _missing(name) for name in _OWN}
+    backends.update({name: _load(entry) for name, entry in sorted(found.items())})
+    return backends
+
+
+def loaded() -> dict[str, _Backend]:
+    """Return every native backend by name, discovering them on the first call."""
+    global _backends
+    if _backends is None:
+        with _lock:
+            if _backends is None:
+                _backends = _discover()
+    return _backends
+
+
+def provider(name: str) -> Provider | None:
+    """Return the provider of an available backend, else None."""
+    backend = loaded().get(name)
+    return backend.provider if backend is not None else None
+
+
+def info(name: str) -> BackendInfo:
+    """Return what is known now of the backend ``name``; its level follows changes made after loading."""
+    if name == REFERENCE:
+        return BackendInfo(REFERENCE, core_version(), True, details={"runs on": "any device, in plain torch"})
+    backend = loaded()[name]
+    if backend.provider is None:
+        return backend.info
+    known: dict[str, Any] = {"level": backend.provider.level(), "details": backend.provider.details()}
+    return BackendInfo(name, backend.info.version, True, **known)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all backends, the reference last."""
+    return (*loaded(), REFERENCE)
+
+
+def backends() -> list[BackendInfo]:
+    """List every backend: its version, whether it can run here, its level, and what to do where it cannot.
+
+    Returns:
+        One :class:`BackendInfo` per backend: ``name``, ``version`` (None: not installed), ``available``, ``level`` (the
+        instruction-set level or compute capability), ``reason`` (why it is unavailable), ``install`` (the pip command
+        that helps) and ``details``.
+
+    Example:
+        >>> import gdn_core
+        >>> [backend.name for backend in gdn_core.backends()][-1]
+        'reference'
+    """
+    return [info(name) for name in names()]

@@ -1,0 +1,579 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of every op's arguments, in Python, for the backends that do not check for themselves (the reference).
+
+Each ``_check_<op>`` takes the arguments of ``torch.ops.gdn.<op>`` and raises before anything has changed. Native
+backends make the same checks in C++, with the same errors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_SPEC_COLUMNS = 16
+CHUNK = 64
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
+_ACTIVATIONS = (None, "silu", "swish")
+_GATE_ACTIVATIONS = ("silu", "swish", "sigmoid")
+
+
+def device_of(flat: Sequence[Any]) -> torch.device:
+    """Return the device of the first tensor among the arguments."""
+    for value in flat:
+        if isinstance(value, Tensor):
+            return value.device
+    raise TypeError("expected at least one torch.Tensor argument")
+
+
+def check(op: str, flat: Sequence[Any]) -> None:
+    """Raise what is wrong with a call of ``op``, if anything is."""
+    _CHECKS[op](*flat)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def describe(value: object) -> str:
+    """Say what came, the way the errors say it: ``bfloat16 [2, 8]``."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return repr(value) if value is None or isinstance(value, (str, int, float)) else type(value).__name__
+
+
+def tensor(name: str, value: object, shape: Sequence[int | str], dtypes: Sequence[torch.dtype] = _FLOATS) -> None:
+    """Check that ``value`` is a tensor of ``shape`` (a string stands for any size) and of one of ``dtypes``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
+    wanted = f"[{', '.join(str(size) for size in shape)}]"
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
+    if value.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected {allowed} {wanted}, got {describe(value)}")
+    matches = value.dim() == len(shape) and all(
+        isinstance(size, str) or actual == size for actual, size in zip(value.shape, shape, strict=False)
+    )
+    if not matches:
+        raise ValueError(f"{name}: expected {wanted}, got {describe(value)}")
+
+
+def same_dtype(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    if value.dtype != other.dtype:
+        raise TypeError(f"{name}: expected the dtype of {other_name}, {describe(other)}, got {describe(value)}")
+
+
+def one_device(**tensors: Tensor | None) -> None:
+    """Check that all tensors live on one device."""
+    first_name, first = next((name, value) for name, value in tensors.items() if value is not None)
+    for name, value in tensors.items():
+        if value is not None and value.device != first.device:
+            raise ValueError(f"{name}: expected device {first.device} (of {first_name}), got {value.device}")
+
+
+def positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name}: expected a positive number, got {value}")
+
+
+def choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def packed_slots(name: str, pool: Tensor) -> None:
+    """Check that the inside of each slot is packed; the stride between slots is free."""
+    expected = 1
+    for size, stride in zip(reversed(pool.shape[1:]), reversed(pool.stride()[1:]), strict=True):
+        if size != 1 and stride != expected:
+            raise ValueError(
+                f"{name}: expected the inside of a slot to be packed, got strides {list(pool.stride())} "
+                f"for {describe(pool)}"
+            )
+        expected *= size
+
+
+def writable(name: str, value: Tensor, shape: Sequence[int | str]) -> None:
+    """Check an output: its shape, a floating dtype, a unit last stride."""
+    tensor(name, value, shape)
+    if value.numel() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a unit stride in the last dimension, got strides {list(value.stride())}")
+
+
+def _has_data(value: Tensor) -> bool:
+    return type(value) in (Tensor, torch.nn.Parameter) and value.device.type != "meta"
+
+
+def offsets(name: str, value: Tensor | None, total: int, longest: int | None = None) -> None:
+    """Check ``cu_seqlens``: non-decreasing, inside [0, total], no row longer than ``longest``."""
+    if value is None:
+        return
+    tensor(name, value, ["N+1"], _INTEGERS)
+    if value.numel() < 1:
+        raise ValueError(f"{name}: expected at least one offset, got {describe(value)}")
+    if not _has_data(value):
+        return
+    ends = value.tolist()
+    lengths = [end - start for start, end in pairwise(ends)]
+    if ends[0] < 0 or ends[-1] > total or any(length < 0 for length in lengths):
+        raise ValueError(f"{name}: expected non-decreasing offsets in [0, {total}], got {_short(ends)}")
+    if longest is not None and any(length > longest for length in lengths):
+        raise ValueError(f"{name}: expected rows of at most {longest} tokens, got one of {max(lengths)}")
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 16 else f"[{', '.join(map(str, values[:16]))}, ...]"
+
+
+def slots(name: str, value: Tensor, shape: Sequence[int | str], pool_size: int, null_slot: int | None) -> None:
+    """Check slot indices: negative and null ones are padding, the others must lie in the pool."""
+    tensor(name, value, shape, _INTEGERS)
+    if not _has_data(value):
+        return
+    live = value.reshape(-1)
+    if null_slot is not None:
+        live = live[live != null_slot]
+    if live.numel() > 0 and int(live.max()) >= pool_size:
+        raise IndexError(f"{name}: expected slots below {pool_size}, got {int(live.max())}")
+    if _debug() and value.dim() == 1:
+        used = live[live >= 0]
+        if used.unique().numel() != used.numel():
+            raise ValueError(f"{name}: expected distinct slots, got {_short(value.tolist())}")
+
+
+def accepted(value: Tensor | None, rows: int, columns: int) -> None:
+    """Check ``num_accepted_tokens``: at most the columns of the table (0 acts as 1)."""
+    if value is None:
+        return
+    tensor("num_accepted_tokens", value, [rows], _INTEGERS)
+    if not _has_data(value) or value.numel() == 0:
+        return
+    if int(value.min()) < 0 or int(value.max()) > columns:
+        raise ValueError(f"num_accepted_tokens: expected values in [0, {columns}], got {_short(value.tolist())}")
+
+
+def _debug() -> bool:
+    return os.environ.get("GDN_DEBUG") == "1"
+
+
+def _log_decay(g: Tensor | None) -> None:
+    """Under GDN_DEBUG=1, catch a linear decay passed where its logarithm is wanted."""
+    if g is not None and _debug() and _has_data(g) and g.numel() > 0 and bool((g > 0).any()):
+        raise ValueError(f"g: expected log decays <= 0, got {float(g.max())}")
+
+
+def _grouped(name: str, num_value_heads: int, num_key_heads: int) -> None:
+    if num_key_heads < 1 or num_value_heads % num_key_heads != 0:
+        raise ValueError(
+            f"{name}: expected a multiple of the {num_key_heads} key heads as value heads, got {num_value_heads}"
+        )
+
+
+def _state_shape(first: int | str, hv: int, k: int, v: int, state_v_first: bool) -> list[int | str]:
+    return [first, hv, v, k] if state_v_first else [first, hv, k, v]
+
+
+def _pool(name: str, pool: Tensor, hv: int, k: int, v: int, state_v_first: bool) -> None:
+    tensor(name, pool, _state_shape("P", hv, k, v, state_v_first))
+    packed_slots(name, pool)
+
+
+def _qkv(q: Tensor, k: Tensor, v: Tensor, batch: int | str) -> tuple[int, int, int, int, int, int]:
+    """Check q, k and v; return (B, T, H, K, HV, V)."""
+    tensor("q", q, [batch, "T", "H", "K"])
+    tensor("k", k, list(q.shape))
+    tensor("v", v, [*q.shape[:2], "HV", "V"])
+    same_dtype("k", k, "q", q)
+    same_dtype("v", v, "q", q)
+    b, t, h, key_dim = q.shape
+    _grouped("v", v.shape[2], h)
+    return b, t, h, key_dim, v.shape[2], v.shape[3]
+
+
+def _head_vectors(hv: int, A_log: Tensor, dt_bias: Tensor) -> None:
+    tensor("A_log", A_log, [hv])
+    tensor("dt_bias", dt_bias, [hv])
+
+
+# --- one check an op --------------------------------------------------------------------------------------------------
+
+
+def _check_fused_gdn_gating(
+    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, softplus_beta: float, softplus_threshold: float,
+    g: Tensor, beta: Tensor,
+) -> None:  # fmt: skip
+    tensor("A_log", A_log, ["HV"])
+    hv = A_log.shape[0]
+    tensor("dt_bias", dt_bias, [hv])
+    if isinstance(a, Tensor) and a.dim() < 1:
+        raise ValueError(f"a: expected [..., {hv}], got {describe(a)}")
+    tensor("a", a, [*a.shape[:-1], hv] if isinstance(a, Tensor) else [hv])
+    tensor("b", b, list(a.shape))
+    positive("softplus_beta", softplus_beta)
+    one_device(A_log=A_log, a=a, b=b, dt_bias=dt_bias)
+
+
+def _check_sequences(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, initial_state: Tensor | None, state: Tensor | None,
+    state_v_first: bool, cu_seqlens: Tensor | None, state_indices: Tensor | None, has_initial_state: Tensor | None,
+    null_slot: int | None, out: Tensor, final_state: Tensor | None,
+) -> tuple[int, ...]:  # fmt: skip
+    b, t, _, key_dim, hv, value_dim = dims = _qkv(q, k, v, "B")
+    if cu_seqlens is not None and b != 1:
+        raise ValueError(f"q: expected a batch of 1 with cu_seqlens, got {describe(q)}")
+    offsets("cu_seqlens", cu_seqlens, t)
+    n = b if cu_seqlens is None else cu_seqlens.numel() - 1
+    if has_initial_state is not None:
+        tensor("has_initial_state", has_initial_state, [n], (torch.bool,))
+    if initial_state is not None:
+        tensor("initial_state", initial_state, _state_shape(n, hv, key_dim, value_dim, state_v_first))
+    if state_indices is not None:
+        if state is None:
+            raise ValueError("initial_state: expected a pool with state_indices, got None")
+        _pool("initial_state", state, hv, key_dim, value_dim, state_v_first)
+        slots("state_indices", state_indices, [n], state.shape[0], null_slot)
+    writable("out", out, [b, t, hv, value_dim])
+    one_device(
+        q=q, k=k, v=v, initial_state=initial_state, state=state, cu_seqlens=cu_seqlens, state_indices=state_indices,
+        has_initial_state=has_initial_state, out=out, final_state=final_state,
+    )  # fmt: skip
+    return dims
+
+
+def _check_chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None, initial_state: Tensor | None,
+    state: Tensor | None, use_qk_l2norm_in_kernel: bool, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool,
+    state_v_first: bool, cu_seqlens: Tensor | None, state_indices: Tensor | None, has_initial_state: Tensor | None,
+    null_slot: int | None, out: Tensor, final_state: Tensor | None, chunk_states: Tensor | None,
+) -> None:  # fmt: skip
+    b, t, _, _, hv, _ = _check_sequences(
+        q, k, v, scale, initial_state, state, state_v_first, cu_seqlens, state_indices, has_initial_state, null_slot,
+        out, final_state,
+    )  # fmt: skip
+    tensor("g", g, [b, t, hv])
+    tensor("beta", beta, [b, t, hv])
+    one_device(q=q, g=g, beta=beta)
+    _log_decay(g)
+
+
+def _check_fused_recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float | None,
+    initial_state: Tensor | None, state: Tensor | None, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
+    A_log: Tensor | None, dt_bias: Tensor | None, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool,
+    state_v_first: bool, cu_seqlens: Tensor | None, state_indices: Tensor | None, has_initial_state: Tensor | None,
+    null_slot: int | None, out: Tensor, final_state: Tensor | None,
+) -> None:  # fmt: skip
+    b, t, _, _, hv, _ = _check_sequences(
+        q, k, v, scale, initial_state, state, state_v_first, cu_seqlens, state_indices, has_initial_state, null_slot,
+        out, final_state,
+    )  # fmt: skip
+    if g is not None:
+        tensor("g", g, [b, t, hv])
+    if beta is not None:
+        tensor("beta", beta, [b, t, hv])
+    if use_gate_in_kernel:
+        if g is None:
+            raise ValueError("g: expected the raw gate input a with use_gate_in_kernel, got None")
+        for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if value is None:
+                raise ValueError(f"{name}: expected [{hv}] with use_gate_in_kernel, got None")
+            tensor(name, value, [hv])
+    else:
+        _log_decay(g)
+    if use_beta_sigmoid_in_kernel and beta is None:
+        raise ValueError("beta: expected the raw input b with use_beta_sigmoid_in_kernel, got None")
+    one_device(q=q, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
+
+
+def _check_decode(
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, pool_name: str,
+    pool: Tensor, softplus_beta: float, state_v_first: bool, out: Tensor,
+) -> tuple[int, int, int, int, int]:  # fmt: skip
+    _, t, h, key_dim, hv, value_dim = _qkv(q, k, v, 1)
+    _head_vectors(hv, A_log, dt_bias)
+    tensor("a", a, [t, hv])
+    tensor("b", b, [t, hv])
+    positive("softplus_beta", softplus_beta)
+    _pool(pool_name, pool, hv, key_dim, value_dim, state_v_first)
+    writable("out", out, [1, t, hv, value_dim])
+    one_device(A_log=A_log, dt_bias=dt_bias, q=q, k=k, v=v, a=a, b=b, **{pool_name: pool}, out=out)
+    return t, h, key_dim, hv, value_dim
+
+
+def _check_fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+    initial_state_source: Tensor, initial_state_indices: Tensor, cu_seqlens: Tensor | None,
+    use_qk_l2norm_in_kernel: bool, softplus_beta: float, softplus_threshold: float, scale: float | None,
+    state_v_first: bool, null_slot: int | None, out: Tensor,
+) -> None:  # fmt: skip
+    t, *_ = _check_decode(
+        A_log, dt_bias, q, k, v, a, b, "initial_state_source", initial_state_source, softplus_beta, state_v_first, out
+    )
+    offsets("cu_seqlens", cu_seqlens, t)
+    n = t if cu_seqlens is None else cu_seqlens.numel() - 1
+    slots("initial_state_indices", initial_state_indices, [n], initial_state_source.shape[0], null_slot)
+    one_device(q=q, initial_state_indices=initial_state_indices, cu_seqlens=cu_seqlens)
+
+
+def _spec_table(name: str, table: Tensor, pool_size: int, null_slot: int | None) -> int:
+    slots(name, table, ["N", "S"], pool_size, null_slot)
+    columns = table.shape[1]
+    if not 1 <= columns <= MAX_SPEC_COLUMNS:
+        raise ValueError(f"{name}: expected 1 to {MAX_SPEC_COLUMNS} columns, got {describe(table)}")
+    return columns
+
+
+def _check_fused_sigmoid_gating_delta_rule_update_spec(
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+    initial_state_source: Tensor, spec_state_indices: Tensor, num_accepted_tokens: Tensor | None, cu_seqlens: Tensor,
+    use_qk_l2norm_in_kernel: bool, softplus_beta: float, softplus_threshold: float, scale: float | None,
+    state_v_first: bool, null_slot: int | None, out: Tensor,
+) -> None:  # fmt: skip
+    t, *_ = _check_decode(
+        A_log, dt_bias, q, k, v, a, b, "initial_state_source", initial_state_source, softplus_beta, state_v_first, out
+    )
+    columns = _spec_table("spec_state_indices", spec_state_indices, initial_state_source.shape[0], null_slot)
+    _spec_rows(spec_state_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
+    one_device(q=q, spec_state_indices=spec_state_indices, num_accepted_tokens=num_accepted_tokens,
+               cu_seqlens=cu_seqlens)  # fmt: skip
+
+
+def _spec_rows(rows: int, columns: int, num_accepted_tokens: Tensor | None, cu_seqlens: Tensor, total: int) -> None:
+    tensor("cu_seqlens", cu_seqlens, [rows + 1], _INTEGERS)
+    offsets("cu_seqlens", cu_seqlens, total, columns)
+    accepted(num_accepted_tokens, rows, columns)
+
+
+def _records(
+    records_k: Tensor, records_u: Tensor, records_decay: Tensor, records_live: Tensor, pool_size: int, h: int,
+    key_dim: int, hv: int, value_dim: int, activations: torch.dtype,
+) -> int:  # fmt: skip
+    wide = torch.float64 if activations == torch.float64 else torch.float32
+    tensor("records.k", records_k, [pool_size, "S", h, key_dim], (activations,))
+    columns = records_k.shape[1]
+    tensor("records.u", records_u, [pool_size, columns, hv, value_dim], (wide, torch.float32))
+    tensor("records.decay", records_decay, [pool_size, columns, hv], (wide, torch.float32))
+    tensor("records.live", records_live, [pool_size], (torch.int32,))
+    return columns
+
+
+def _replay_accepted(
+    slot_indices: Tensor, num_accepted_tokens: Tensor | None, live: Tensor, null_slot: int | None
+) -> None:
+    if num_accepted_tokens is None or not _has_data(slot_indices):
+        return
+    for slot, count in zip(slot_indices.tolist(), num_accepted_tokens.tolist(), strict=True):
+        if slot < 0 or slot == null_slot:
+            continue
+        recorded = int(live[slot])
+        if 0 < recorded < count:
+            raise ValueError(
+                f"num_accepted_tokens: expected at most the {recorded} live records of slot {slot}, got {count}"
+            )
+
+
+def _check_fused_sigmoid_gating_delta_rule_update_replay(
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
+    slot_indices: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Tensor, records_live: Tensor,
+    num_accepted_tokens: Tensor | None, cu_seqlens: Tensor, use_qk_l2norm_in_kernel: bool, softplus_beta: float,
+    softplus_threshold: float, scale: float | None, state_v_first: bool, null_slot: int | None, out: Tensor,
+) -> None:  # fmt: skip
+    t, h, key_dim, hv, value_dim = _check_decode(
+        A_log, dt_bias, q, k, v, a, b, "state", state, softplus_beta, state_v_first, out
+    )
+    columns = _records(records_k, records_u, records_decay, records_live, state.shape[0], h, key_dim, hv, value_dim,
+                       q.dtype)  # fmt: skip
+    slots("slot_indices", slot_indices, ["N"], state.shape[0], null_slot)
+    _spec_rows(slot_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
+    _replay_accepted(slot_indices, num_accepted_tokens, records_live, null_slot)
+    one_device(q=q, slot_indices=slot_indices, num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens,
+               records_k=records_k)  # fmt: skip
+
+
+def _conv_weight(weight: Tensor, bias: Tensor | None, channels: int) -> int:
+    tensor("weight", weight, [channels, "W"])
+    width = weight.shape[1]
+    if not 2 <= width <= 5:
+        raise ValueError(f"weight: expected a width of 2 to 5, got {describe(weight)}")
+    if bias is not None:
+        tensor("bias", bias, [channels])
+    return width
+
+
+def _conv_pool(name: str, pool: Tensor, channels: int, width: int) -> None:
+    tensor(name, pool, ["P", channels, "state_len"])
+    if pool.shape[2] < width - 1:
+        raise ValueError(f"{name}: expected a state_len of at least {width - 1}, got {describe(pool)}")
+
+
+def _check_causal_conv1d_fn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
+    activation: str | None, conv_states: Tensor | None, query_start_loc: Tensor | None, cache_indices: Tensor | None,
+    has_initial_state: Tensor | None, null_slot: int | None, out: Tensor, final_states: Tensor | None,
+) -> None:  # fmt: skip
+    if query_start_loc is None:
+        tensor("x", x, ["B", "C", "T"])
+        batch, channels, total = x.shape
+    else:
+        tensor("x", x, ["C", "T"])
+        (channels, total), batch = x.shape, query_start_loc.numel() - 1
+    width = _conv_weight(weight, bias, channels)
+    choice("activation", activation, _ACTIVATIONS)
+    offsets("query_start_loc", query_start_loc, total)
+    if seq_idx is not None:
+        others = {"query_start_loc": query_start_loc, "conv_states": conv_states, "initial_states": initial_states,
+                  "has_initial_state": has_initial_state, "final_states": final_states}  # fmt: skip
+        for name, other in others.items():
+            if other is not None:
+                raise ValueError(f"seq_idx: expected None with {name}, got a tensor")
+        tensor("seq_idx", seq_idx, [batch, total], _INTEGERS)
+    if initial_states is not None:
+        if conv_states is not None:
+            raise ValueError("initial_states: expected None with conv_states, got a tensor")
+        tensor("initial_states", initial_states, [batch, channels, width - 1])
+    if conv_states is not None:
+        _conv_pool("conv_states", conv_states, channels, width)
+        if cache_indices is None and conv_states.shape[0] < batch:
+            raise ValueError(f"conv_states: expected at least {batch} slots, got {describe(conv_states)}")
+    if cache_indices is not None:
+        if conv_states is None:
+            raise ValueError("conv_states: expected a pool with cache_indices, got None")
+        slots("cache_indices", cache_indices, [batch], conv_states.shape[0], null_slot)
+    if has_initial_state is not None:
+        tensor("has_initial_state", has_initial_state, [batch], (torch.bool,))
+    tensor("out", out, list(x.shape))
+    if final_states is not None:
+        tensor("final_states_out", final_states, [batch, channels, width - 1])
+    one_device(x=x, weight=weight, bias=bias, seq_idx=seq_idx, initial_states=initial_states, conv_states=conv_states,
+               query_start_loc=query_start_loc, cache_indices=cache_indices, has_initial_state=has_initial_state,
+               out=out, final_states_out=final_states)  # fmt: skip
+
+
+def _check_causal_conv1d_update(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+    cache_seqlens: Tensor | None, conv_state_indices: Tensor | None, num_accepted_tokens: Tensor | None,
+    query_start_loc: Tensor | None, null_slot: int | None, out: Tensor,
+) -> None:  # fmt: skip
+    if query_start_loc is not None:
+        tensor("x", x, ["T", "C"])
+        offsets("query_start_loc", query_start_loc, x.shape[0])
+        rows, longest = query_start_loc.numel() - 1, 0
+        if _has_data(query_start_loc) and rows > 0:
+            longest = int((query_start_loc[1:] - query_start_loc[:-1]).max())
+    else:
+        tensor("x", x, ["B", "C", "q"] if isinstance(x, Tensor) and x.dim() == 3 else ["B", "C"])
+        rows, longest = x.shape[0], x.shape[2] if x.dim() == 3 else 1
+    channels = x.shape[1]
+    width = _conv_weight(weight, bias, channels)
+    choice("activation", activation, _ACTIVATIONS)
+    _conv_pool("conv_state", conv_state, channels, width)
+    state_len = conv_state.shape[2]
+    if conv_state_indices is not None:
+        slots("conv_state_indices", conv_state_indices, [rows], conv_state.shape[0], null_slot)
+    elif conv_state.shape[0] < rows:
+        raise ValueError(f"conv_state: expected at least {rows} slots, got {describe(conv_state)}")
+    if num_accepted_tokens is not None:
+        accepted(num_accepted_tokens, rows, state_len - width + 2)
+        if longest > state_len - width + 2:
+            raise ValueError(
+                f"x: expected rows of at most {state_len - width + 2} tokens for a state_len of {state_len}, "
+                f"got {longest}"
+            )
+    if cache_seqlens is not None:
+        if num_accepted_tokens is not None or query_start_loc is not None:
+            raise ValueError("cache_seqlens: expected None with num_accepted_tokens or query_start_loc, got a tensor")
+        tensor("cache_seqlens", cache_seqlens, [rows], _INTEGERS)
+    tensor("out", out, list(x.shape))
+    one_device(x=x, conv_state=conv_state, weight=weight, bias=bias, cache_seqlens=cache_seqlens, out=out,
+               conv_state_indices=conv_state_indices, num_accepted_tokens=num_accepted_tokens,
+               query_start_loc=query_start_loc)  # fmt: skip
+
+
+def _check_rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, out: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dim() < 1:
+        raise (ValueError if isinstance(x, Tensor) else TypeError)(f"x: expected [..., V], got {describe(x)}")
+    tensor("x", x, list(x.shape))
+    tensor("gate", gate, list(x.shape))
+    tensor("weight", weight, [x.shape[-1]])
+    choice("activation", activation, _GATE_ACTIVATIONS)
+    if eps < 0:
+        raise ValueError(f"eps: expected a number >= 0, got {eps}")
+    writable("out", out, list(x.shape))
+    one_device(x=x, gate=gate, weight=weight, out=out)
+
+
+def _check_fused_decode(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor,
+    output_gate: Tensor | None, norm_weight: Tensor | None, norm_eps: float, output_gate_activation: str,
+    num_key_heads: int | None, head_k_dim: int, state_v_first: bool, out: Tensor,
+) -> tuple[int, int, int, int, int]:  # fmt: skip
+    tensor("mixed_qkv", mixed_qkv, ["T", "C"])
+    t, channels = mixed_qkv.shape
+    tensor("output_gate", output_gate, [t, "HV", "V"])
+    assert output_gate is not None
+    hv, value_dim = output_gate.shape[1:]
+    h = (channels - hv * value_dim) // (2 * head_k_dim) if num_key_heads is None else num_key_heads
+    if channels != 2 * h * head_k_dim + hv * value_dim:
+        raise ValueError(
+            f"mixed_qkv: expected [{t}, 2 * {h} * {head_k_dim} + {hv} * {value_dim}], got {describe(mixed_qkv)}"
+        )
+    _grouped("output_gate", hv, h)
+    _head_vectors(hv, A_log, dt_bias)
+    tensor("a", a, [t, hv])
+    tensor("b", b, [t, hv])
+    tensor("norm_weight", norm_weight, [value_dim])
+    choice("output_gate_activation", output_gate_activation, _GATE_ACTIVATIONS)
+    if norm_eps < 0:
+        raise ValueError(f"norm_eps: expected a number >= 0, got {norm_eps}")
+    _pool("state", state, hv, head_k_dim, value_dim, state_v_first)
+    writable("out", out, [t, hv, value_dim])
+    one_device(mixed_qkv=mixed_qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, state=state, output_gate=output_gate,
+               norm_weight=norm_weight, out=out)  # fmt: skip
+    return t, h, head_k_dim, hv, value_dim
+
+
+def _check_fused_gdn_decode_post_conv_mtp(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state_indices: Tensor,
+    cu_seqlens: Tensor, num_accepted_tokens: Tensor | None, state: Tensor, output_gate: Tensor, norm_weight: Tensor,
+    scale: float | None, norm_eps: float, output_gate_activation: str, num_key_heads: int | None, head_k_dim: int,
+    state_v_first: bool, null_slot: int | None, out: Tensor,
+) -> None:  # fmt: skip
+    t, *_ = _check_fused_decode(
+        mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, norm_eps, output_gate_activation,
+        num_key_heads, head_k_dim, state_v_first, out,
+    )  # fmt: skip
+    columns = _spec_table("state_indices", state_indices, state.shape[0], null_slot)
+    _spec_rows(state_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
+    one_device(mixed_qkv=mixed_qkv, state_indices=state_indices, cu_seqlens=cu_seqlens,
+               num_accepted_tokens=num_accepted_tokens)  # fmt: skip
+
+
+def _check_fused_gdn_decode_post_conv_mtp_replay(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, slot_indices: Tensor, records_k: Tensor,
+    records_u: Tensor, records_decay: Tensor, records_live: Tensor, cu_seqlens: Tensor,
+    num_accepted_tokens: Tensor | None, state: Tensor, output_gate: Tensor, norm_weight: Tensor, scale: float | None,
+    norm_eps: float, output_gate_activation: str, num_key_heads: int | None, head_k_dim: int, state_v_first: bool,
+    null_slot: int | None, out: Tensor,
+) -> None:  # fmt: skip
+    t, h, key_dim, hv, value_dim = _check_fused_decode(
+        mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, norm_eps, output_gate_activation,
+        num_key_heads, head_k_dim, state_v_first, out,
+    )  # fmt: skip
+    columns = _records(records_k, records_u, records_decay, records_live, state.shape[0], h, key_dim, hv, value_dim,
+                       mixed_qkv.dtype)  # fmt: skip
+    slots("slot_indices", slot_indices, ["N"], state.shape[0], null_slot)
+    _spec_rows(slot_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
+    _replay_accepted(slot_indices, num_accepted_tokens, records_live, null_slot)
+
+
+_CHECKS: dict[str, Callable[..., None]] = {
+    name.removeprefix("_check_"): function
+    for name, function in list(globals().items())
+    if name.startswith(("_check_fused_gdn", "_check_fused_rec", "_check_fused_sig", "_check_c", "_check_rms"))
+}
