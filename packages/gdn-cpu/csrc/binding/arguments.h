@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From Python arguments to what kernels take. Every function checks, and raises by the argument's name.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "check.h"
+#include "kernels/params.h"
+#include "runtime/small_vector.h"
+
+namespace gdn::cpu {
+
+using nb::handle;
+
+// --- scalars ---
+
+bool flag(handle value, Name name);
+double number(handle value, Name name);
+double positive(handle value, Name name);
+std::optional<double> optional_number(handle value, Name name);
+std::optional<std::int64_t> optional_integer(handle value, Name name);
+
+// True under GDN_DEBUG=1.
+bool debug_checks();
+
+// torch.get_num_threads(): the setting of the calling thread, as torch's own operators use it.
+int num_threads();
+
+// --- tensors ---
+
+// A readable tensor of an activation dtype and of `shape`; returns that dtype. float64 is declined.
+DType check_floating(const TensorView& view, Name name, Shape shape);
+// The activation dtype of a readable tensor, if it has one.
+std::optional<DType> floating_dtype(const TensorView& view);
+[[noreturn]] void raise_floating(const TensorView& view, Name name, const std::string& expected_shape);
+
+void check_same_dtype(const TensorView& view, Name name, const TensorView& other, Name other_name);
+
+// The last dimension gets a unit stride: in place where it has one, else through a copy that `view` then owns.
+void make_unit_stride(TensorView& view);
+void check_unit_stride(const TensorView& view, Name name);
+
+// [HV] values of any stride.
+HeadVector head_vector(const TensorView& view, Name name, std::int64_t size);
+
+// [B, T, heads, dim] with a unit last stride; call after check_floating.
+Operand heads_operand(TensorView& view);
+// [B, T, heads]: one value a head, any strides.
+Operand values_operand(const TensorView& view, Name name, Shape shape);
+// An output [B, T, heads, dim].
+MutableOperand output_operand(const TensorView& view, Name name, Shape shape);
+
+// The inside of each slot must be packed; the stride between slots is free.
+void check_packed_slots(const TensorView& view, Name name);
+
+// --- indices ---
+
+// A one-dimensional int32 or int64 tensor, any stride; `size` < 0 takes any.
+Indices integers(const TensorView& view, Name name, Dim size);
+// Offsets of packed rows: at least one, non-decreasing, inside [0, total].
+Indices row_offsets(const TensorView& view, Name name, std::int64_t total);
+// Slots of a pool: padding (negative or null) becomes -1; IndexError at pool_size and beyond.
+Indices slot_indices(const TensorView& view, Name name, std::int64_t rows, std::int64_t pool_size,
+                     std::optional<std::int64_t> null_slot);
+// [rows] bool; all true for None.
+SmallVector<bool> booleans(const TensorView& view, Name name, std::int64_t rows);
+
+}  // namespace gdn::cpu

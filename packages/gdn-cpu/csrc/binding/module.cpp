@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "dispatch/levels.h"
+#include "ops.h"
+#include "runtime/openmp.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using LevelRow = std::tuple<std::string, bool, std::string>;
+
+std::vector<LevelRow> list_levels() {
+  std::vector<LevelRow> rows;
+  for (const gdn::cpu::Level& level : gdn::cpu::levels()) rows.emplace_back(level.name, level.compiled, level.reason);
+  return rows;
+}
+
+void set_level(const std::string& name) {
+  if (!gdn::cpu::set_level(name)) gdn::raise_value("level: no level of this architecture is called '" + name + "'");
+}
+
+}  // namespace
+
+NB_MODULE(_C, m) {
+  using namespace nb::literals;
+  m.def("version", [] { return std::string(GDN_VERSION); });
+  m.def("levels", &list_levels, "(name, compiled, why it cannot run here or '') of each level, lowest first.");
+  m.def("active_level", [] { return std::string(gdn::cpu::active_level().name); });
+  m.def("set_level", &set_level, "name"_a, "Cap the level; an empty name restores the cap of GDN_CPU_ISA.");
+  m.def("environment_error", &gdn::cpu::environment_error, "What is wrong with GDN_CPU_ISA, or ''.");
+  m.def("openmp", [] { return gdn::cpu::openmp().library; }, "Path of the OpenMP runtime in use, or ''.");
+  m.def(
+      "use_exchange_api", [](bool enabled) { gdn::TorchTypes::get().use_exchange_api(enabled); }, "enabled"_a,
+      "Take tensors through the DLPack exchange table (the default, where torch has one) or through __dlpack__.");
+  m.def("has_exchange_api", [] { return gdn::TorchTypes::get().exchange_api() != nullptr; });
+
+  m.def("fused_gdn_gating", &gdn::cpu::fused_gdn_gating, "A_log"_a.none(), "a"_a.none(), "b"_a.none(),
+        "dt_bias"_a.none(), "softplus_beta"_a.none(), "softplus_threshold"_a.none(), "g"_a.none(), "beta"_a.none(),
+        "dry_run"_a = false);
+  m.def("rms_norm_gated", &gdn::cpu::rms_norm_gated, "x"_a.none(), "gate"_a.none(), "weight"_a.none(), "eps"_a.none(),
+        "activation"_a.none(), "out"_a.none(), "dry_run"_a = false);
+  m.def("fused_sigmoid_gating_delta_rule_update", &gdn::cpu::fused_sigmoid_gating_delta_rule_update, "A_log"_a.none(),
+        "dt_bias"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "a"_a.none(), "b"_a.none(),
+        "initial_state_source"_a.none(), "initial_state_indices"_a.none(), "cu_seqlens"_a.none(),
+        "use_qk_l2norm_in_kernel"_a.none(), "softplus_beta"_a.none(), "softplus_threshold"_a.none(), "scale"_a.none(),
+        "state_v_first"_a.none(), "null_slot"_a.none(), "out"_a.none(), "dry_run"_a = false);
+  m.def("fused_recurrent_gated_delta_rule", &gdn::cpu::fused_recurrent_gated_delta_rule, "q"_a.none(), "k"_a.none(),
+        "v"_a.none(), "g"_a.none(), "beta"_a.none(), "scale"_a.none(), "initial_state"_a.none(), "state"_a.none(),
+        "use_qk_l2norm_in_kernel"_a.none(), "use_gate_in_kernel"_a.none(), "A_log"_a.none(), "dt_bias"_a.none(),
+        "use_beta_sigmoid_in_kernel"_a.none(), "allow_neg_eigval"_a.none(), "state_v_first"_a.none(),
+        "cu_seqlens"_a.none(), "state_indices"_a.none(), "has_initial_state"_a.none(), "null_slot"_a.none(),
+        "out"_a.none(), "final_state"_a.none(), "dry_run"_a = false);
+  m.def("chunk_gated_delta_rule", &gdn::cpu::chunk_gated_delta_rule, "q"_a.none(), "k"_a.none(), "v"_a.none(),
+        "g"_a.none(), "beta"_a.none(), "scale"_a.none(), "initial_state"_a.none(), "state"_a.none(),
+        "use_qk_l2norm_in_kernel"_a.none(), "use_beta_sigmoid_in_kernel"_a.none(), "allow_neg_eigval"_a.none(),
+        "state_v_first"_a.none(), "cu_seqlens"_a.none(), "state_indices"_a.none(), "has_initial_state"_a.none(),
+        "null_slot"_a.none(), "out"_a.none(), "final_state"_a.none(), "chunk_states"_a.none(), "dry_run"_a = false);
+}

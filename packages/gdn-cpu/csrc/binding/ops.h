@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The bound operations: the arguments of torch.ops.gdn.<name> in order, then `dry_run`, which stops after the checks.
+#pragma once
+
+#include "arguments.h"
+
+namespace gdn::cpu {
+
+void fused_gdn_gating(TensorView& A_log, TensorView& a, TensorView& b, TensorView& dt_bias, handle softplus_beta,
+                      handle softplus_threshold, TensorView& g, TensorView& beta, bool dry_run);
+
+void rms_norm_gated(TensorView& x, TensorView& gate, TensorView& weight, handle eps, handle activation, TensorView& out,
+                    bool dry_run);
+
+void fused_sigmoid_gating_delta_rule_update(TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k,
+                                            TensorView& v, TensorView& a, TensorView& b,
+                                            TensorView& initial_state_source, TensorView& initial_state_indices,
+                                            TensorView& cu_seqlens, handle use_qk_l2norm_in_kernel,
+                                            handle softplus_beta, handle softplus_threshold, handle scale,
+                                            handle state_v_first, handle null_slot, TensorView& out, bool dry_run);
+
+void fused_recurrent_gated_delta_rule(TensorView& q, TensorView& k, TensorView& v, TensorView& g, TensorView& beta,
+                                      handle scale, TensorView& initial_state, TensorView& state,
+                                      handle use_qk_l2norm_in_kernel, handle use_gate_in_kernel, TensorView& A_log,
+                                      TensorView& dt_bias, handle use_beta_sigmoid_in_kernel, handle allow_neg_eigval,
+                                      handle state_v_first, TensorView& cu_seqlens, TensorView& state_indices,
+                                      TensorView& has_initial_state, handle null_slot, TensorView& out,
+                                      TensorView& final_state, bool dry_run);
+
+void chunk_gated_delta_rule(TensorView& q, TensorView& k, TensorView& v, TensorView& g, TensorView& beta, handle scale,
+                            TensorView& initial_state, TensorView& state, handle use_qk_l2norm_in_kernel,
+                            handle use_beta_sigmoid_in_kernel, handle allow_neg_eigval, handle state_v_first,
+                            TensorView& cu_seqlens, TensorView& state_indices, TensorView& has_initial_state,
+                            handle null_slot, TensorView& out, TensorView& final_state, TensorView& chunk_states,
+                            bool dry_run);
+
+}  // namespace gdn::cpu

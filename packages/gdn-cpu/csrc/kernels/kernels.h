@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The entry points of one level, which its table points to. KernelTable says what they do.
+#pragma once
+
+#include "params.h"
+
+namespace gdn::cpu::GDN_ISA {
+
+void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
+                std::int64_t v_end, void* scratch);
+void gating(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
+void rms_norm_gated(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
+
+}  // namespace gdn::cpu::GDN_ISA

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernels of the level that this file is compiled for.
+#include "kernels.h"
+
+namespace gdn::cpu::GDN_ISA {
+
+const KernelTable kTable = {
+    .recurrence = recurrence,
+    .gating = gating,
+    .rms_norm_gated = rms_norm_gated,
+};
+
+}  // namespace gdn::cpu::GDN_ISA

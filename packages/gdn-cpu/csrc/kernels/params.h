@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a kernel is given: raw pointers, dtypes and strides, already checked by the binding.
+// All strides are in elements. Nothing here knows of Python, torch or threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace gdn::cpu {
+
+enum class DType : std::uint8_t { kFloat32, kBFloat16, kFloat16 };
+
+// A read-only operand indexed by (batch, token, head); its last dimension has unit stride.
+struct Operand {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t batch_stride = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+};
+
+// The same for what is written.
+struct MutableOperand {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t batch_stride = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+};
+
+// One value per head: A_log, dt_bias.
+struct HeadVector {
+  const void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t stride = 1;
+};
+
+enum class Gate : std::uint8_t {
+  kRaw,       // g = -exp(A_log) * softplus(a + dt_bias), from `gate` (a), `A_log`, `dt_bias`
+  kLogDecay,  // `gate` is g itself
+  kNone,      // g = 0
+};
+
+enum class Beta : std::uint8_t {
+  kLogit,  // beta = sigmoid(b), from `beta` (b)
+  kValue,  // `beta` is beta itself
+  kOne,    // beta = 1
+};
+
+// The gated delta rule over `num_sequences` rows of tokens. Per (sequence n, value head h), with the state M [K, V]:
+//   M = exp(g) M;  u = beta (v - k M);  M = M + k u^T;  o = scale (q M)
+// Key head of value head h: h / (num_value_heads / num_key_heads).
+struct RecurrenceParams {
+  std::int64_t num_sequences = 0;
+  std::int64_t num_key_heads = 0;
+  std::int64_t num_value_heads = 0;
+  std::int64_t key_dim = 0;    // K, at most kMaxHeadDim
+  std::int64_t value_dim = 0;  // V, at most kMaxHeadDim
+
+  // Tokens of sequence n: [token_offsets[n], token_offsets[n + 1]) of batch 0; without token_offsets,
+  // [0, tokens_per_sequence) of batch n.
+  const std::int64_t* token_offsets = nullptr;
+  std::int64_t tokens_per_sequence = 0;
+
+  Operand q, k, v;
+  Operand gate;  // one value per (batch, token, head); any head_stride
+  Operand beta;  // the same
+  Gate gate_kind = Gate::kNone;
+  Beta beta_kind = Beta::kOne;
+  bool double_beta = false;  // allow_neg_eigval: beta * 2, after the sigmoid
+  HeadVector A_log, dt_bias;
+  float softplus_beta = 1.0f;
+  float softplus_threshold = 20.0f;
+  float scale = 1.0f;
+  bool normalize_qk = false;  // x * rsqrt(sum(x * x) + 1e-6) in fp32
+
+  MutableOperand out;
+
+  // State of (sequence n, head h): data + index * slot_stride + h * K * V, packed inside,
+  // [K, V] or (state_v_first) [V, K]. Source and destination may be the same memory.
+  DType state_dtype = DType::kFloat32;
+  bool state_v_first = false;
+  const void* source = nullptr;
+  std::int64_t source_slot_stride = 0;
+  const std::int64_t* source_slots = nullptr;  // [num_sequences]; negative: start from zero, read nothing
+  void* destination = nullptr;
+  std::int64_t destination_slot_stride = 0;
+  const std::int64_t* destination_slots = nullptr;  // [num_sequences]; negative: store nothing
+
+  // Optional fp32 states after 0, 64, 128, ... tokens of each sequence (ceil(len / 64) of them), packed, in the
+  // layout of the state: chunk_states + (chunk_offsets[n] + i) * HV * K * V + h * K * V.
+  float* chunk_states = nullptr;
+  const std::int64_t* chunk_offsets = nullptr;
+};
+
+// g and beta from raw a and b; rows of `num_heads` values.
+struct GatingParams {
+  std::int64_t num_heads = 0;
+  Operand a, b;  // row r: data + r * token_stride, unit head stride
+  HeadVector A_log, dt_bias;
+  float softplus_beta = 1.0f;
+  float softplus_threshold = 20.0f;
+  float* g = nullptr;     // [rows, num_heads] packed
+  float* beta = nullptr;  // [rows, num_heads] packed
+};
+
+// Rows of a tensor whose leading dimensions were merged to at most four: row r has the mixed-radix index of `sizes`.
+struct Rows {
+  static constexpr int kMaxDims = 4;
+  DType dtype = DType::kFloat32;
+  std::int64_t strides[kMaxDims] = {0, 0, 0, 0};
+};
+
+enum class GateActivation : std::uint8_t { kSilu, kSigmoid, kNone };
+
+// y = x * rsqrt(mean(x * x) + eps) * weight * act(gate), per row of `dim` values, fp32 until the store.
+struct RmsNormGatedParams {
+  std::int64_t dim = 0;
+  std::int64_t sizes[Rows::kMaxDims] = {1, 1, 1, 1};
+  const void* x = nullptr;
+  Rows x_rows;
+  const void* gate = nullptr;
+  Rows gate_rows;
+  void* out = nullptr;  // may be x or gate itself
+  Rows out_rows;
+  HeadVector weight;  // [dim]
+  float eps = 0.0f;
+  GateActivation activation = GateActivation::kSilu;
+};
+
+inline constexpr std::int64_t kMaxHeadDim = 256;
+// Per-thread working memory of the recurrence: one head's state and a token's q and k.
+inline constexpr std::size_t kRecurrenceScratchBytes = (kMaxHeadDim * kMaxHeadDim + 8 * kMaxHeadDim) * sizeof(float);
+inline constexpr std::size_t kScratchAlignment = 64;
+
+// The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.
+// Values never depend on how: not on v_begin and v_end, not on the rows of a call.
+struct KernelTable {
+  // Sequence n, value head h, value columns [v_begin, v_end); v_begin and v_end are multiples of 16 or V itself.
+  void (*recurrence)(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
+                     std::int64_t v_end, void* scratch);
+  void (*gating)(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
+  void (*rms_norm_gated)(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
+};
+
+// One getter per compiled level, each in its own namespace of the level's name.
+#define GDN_DECLARE_LEVEL(level)   \
+  namespace level {                \
+  extern const KernelTable kTable; \
+  }
+GDN_DECLARE_LEVEL(baseline)
+GDN_DECLARE_LEVEL(x86_v3)
+GDN_DECLARE_LEVEL(x86_v4)
+#undef GDN_DECLARE_LEVEL
+
+}  // namespace gdn::cpu

@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The gated delta rule, token by token. Per (sequence, value head), with the state M [K, V]:
+//   M = exp(g) M;  u = beta (v - k M);  M = M + k u^T;  o = scale (q M)
+// rearranged so that the state is read for both products at once, before it is written:
+//   u = beta (v - decay (k M)),  o = scale (decay (q M) + (q k) u),  M = decay M + k u^T.
+//
+// q, k: [K], v, o: [V] per token, fp32, bf16 or fp16, any strides. State: [K, V] or [V, K] packed, fp32, bf16 or fp16.
+// g, beta: one value per token and head. All arithmetic is fp32; a half-precision state is rounded when the call's last
+// token stores it, between tokens it stays in the fp32 scratch.
+//
+// One call computes columns [v_begin, v_end) of one (sequence, head) for all its tokens. Every element sees the same
+// operations in the same order whatever the columns and the number of tokens of the call: decoding token by token, with
+// an fp32 state, equals one call bit for bit.
+//
+// A single token reads and writes the state once: bound by memory. Several tokens go through tiles of columns that stay
+// in the first-level cache: bound by arithmetic, four vector operations a vector of state.
+// RECURRENCE_FIGURE
+#include "kernels.h"
+#include "recurrence_k_first.h"
+#include "recurrence_v_first.h"
+#include "token_block.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+// Of several tokens: a tile that stays in the first-level cache, or with 32 wide registers one strip of whole rows, which
+// leaves the second level at the speed of the arithmetic.
+constexpr std::int64_t kTileColumns = kLanes == 16 ? 128 : 32;
+constexpr std::int64_t kChunkTokens = 64;
+
+struct HeadTask {
+  const RecurrenceParams& params;
+  std::int64_t sequence, head;
+  std::int64_t v_begin, v_end;
+  TokenRow row;
+  const void* source;  // state of the head, null: zero
+  void* destination;   // null: not stored
+  float* scratch;      // fp32 state between tokens
+};
+
+std::int64_t head_elements(const RecurrenceParams& p) { return p.key_dim * p.value_dim; }
+
+TokenRow tokens_of(const RecurrenceParams& p, std::int64_t sequence) {
+  if (p.token_offsets == nullptr) return {sequence, 0, p.tokens_per_sequence};
+  return {0, p.token_offsets[sequence], p.token_offsets[sequence + 1] - p.token_offsets[sequence]};
+}
+
+const void* source_state(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head) {
+  if (p.source == nullptr || p.source_slots[sequence] < 0) return nullptr;
+  const std::int64_t index = p.source_slots[sequence] * p.source_slot_stride + head * head_elements(p);
+  return static_cast<const char*>(p.source) + index * element_size(p.state_dtype);
+}
+
+void* destination_state(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head) {
+  if (p.destination == nullptr || p.destination_slots[sequence] < 0) return nullptr;
+  const std::int64_t index = p.destination_slots[sequence] * p.destination_slot_stride + head * head_elements(p);
+  return static_cast<char*>(p.destination) + index * element_size(p.state_dtype);
+}
+
+// Columns [v, ...) of a packed state, and of the scratch, where rows are padded to whole vectors.
+template <class T>
+GDN_INLINE Tile<T> state_tile(KFirst, T* state, const RecurrenceParams& p, std::int64_t v) {
+  return {state + v, p.value_dim};
+}
+template <class T>
+GDN_INLINE Tile<T> state_tile(VFirst, T* state, const RecurrenceParams& p, std::int64_t v) {
+  return {state + v * p.key_dim, p.key_dim};
+}
+GDN_INLINE Tile<float> scratch_tile(KFirst, const HeadTask& task, std::int64_t v, std::int64_t v_end) {
+  return {task.scratch + (v - task.v_begin) * task.params.key_dim, padded_row(v_end - v)};
+}
+GDN_INLINE Tile<float> scratch_tile(VFirst, const HeadTask& task, std::int64_t v, std::int64_t) {
+  const std::int64_t stride = padded_row(task.params.key_dim);
+  return {task.scratch + (v - task.v_begin) * stride, stride};
+}
+
+template <class Source, class T>
+GDN_INLINE void copy_state(KFirst, const HeadTask& task, Source source, Tile<T> destination, std::int64_t width) {
+  copy_tile(source, destination, task.params.key_dim, width);
+}
+template <class Source, class T>
+GDN_INLINE void copy_state(VFirst, const HeadTask& task, Source source, Tile<T> destination, std::int64_t width) {
+  copy_tile(source, destination, width, task.params.key_dim);
+}
+
+template <class Layout, class State>
+struct TilePass {
+  const HeadTask& task;
+  std::int64_t v_begin, v_end;
+
+  Tile<float> scratch() const { return scratch_tile(Layout{}, task, v_begin, v_end); }
+
+  // Calls body with what the state is read from before token t: nothing, the source, or the scratch.
+  template <class Body>
+  void with_source(std::int64_t t, bool is_reset, Body body) const {
+    if (is_reset || (t == 0 && task.source == nullptr)) {
+      body(Absent{});
+    } else if (t == 0) {
+      body(state_tile(Layout{}, static_cast<const State*>(task.source), task.params, v_begin));
+    } else {
+      body(Tile<const float>{scratch().data, scratch().stride});
+    }
+  }
+
+  // Calls body with what the state is written to after token t.
+  template <class Body>
+  void with_destination(std::int64_t t, Body body) const {
+    if (t + 1 < task.row.count) {
+      body(scratch());
+    } else if (task.destination != nullptr) {
+      body(state_tile(Layout{}, static_cast<State*>(task.destination), task.params, v_begin));
+    } else {
+      body(Absent{});
+    }
+  }
+
+  void save_chunk_state(std::int64_t t) const {
+    const RecurrenceParams& p = task.params;
+    const std::int64_t chunk = p.chunk_offsets[task.sequence] + t / kChunkTokens;
+    float* state = p.chunk_states + (chunk * p.num_value_heads + task.head) * head_elements(p);
+    with_source(t, false, [&](auto source) {
+      copy_state(Layout{}, task, source, state_tile(Layout{}, state, p, v_begin), v_end - v_begin);
+    });
+  }
+
+  Token token(const TokenBlock& block, std::int64_t i, std::int64_t t) const {
+    const RecurrenceParams& p = task.params;
+    const std::int64_t position = task.row.first + t;
+    return {.q = block.q + i * block.row_stride,
+            .k = block.k + i * block.row_stride,
+            .q_factor = block.q_factor[i],
+            .k_factor = block.k_factor[i],
+            .qk = block.qk[i],
+            .decay = block.decay[i],
+            .beta = block.beta[i],
+            .scale = p.scale,
+            .key_dim = p.key_dim,
+            .v_begin = v_begin,
+            .v_end = v_end,
+            .v_dtype = p.v.dtype,
+            .out_dtype = p.out.dtype,
+            .v = p.v.data,
+            .v_index = element_index(p.v, task.row.batch, position, task.head) + v_begin,
+            .out = p.out.data,
+            .out_index = element_index(p.out, task.row.batch, position, task.head) + v_begin};
+  }
+
+  // Tokens [first, first + block.count) of the row.
+  void run(const TokenBlock& block, std::int64_t first) const {
+    for (std::int64_t i = 0; i < block.count; ++i) {
+      const std::int64_t t = first + i;
+      if (task.params.chunk_states != nullptr && t % kChunkTokens == 0) save_chunk_state(t);
+      const Token current = token(block, i, t);
+      with_source(t, block.is_reset[i], [&](auto source) {
+        with_destination(t, [&](auto destination) { step(Layout{}, current, source, destination); });
+      });
+    }
+  }
+};
+
+// A sequence without tokens: the final state is the initial one.
+template <class Layout, class State>
+void copy_head(const HeadTask& task) {
+  if (task.destination == nullptr || task.destination == task.source) return;
+  const Tile<State> to = state_tile(Layout{}, static_cast<State*>(task.destination), task.params, task.v_begin);
+  TilePass<Layout, State>{task, task.v_begin, task.v_end}.with_source(
+      0, false, [&](auto from) { copy_state(Layout{}, task, from, to, task.v_end - task.v_begin); });
+}
+
+template <class Layout, class State>
+void run_head(const HeadTask& task, float* token_memory) {
+  if (task.row.count == 0) return copy_head<Layout, State>(task);
+  TokenBlock block;
+  const std::int64_t capacity = block_tokens(task.params.key_dim);
+  block.row_stride = padded_row(task.params.key_dim);
+  block.q = token_memory;
+  block.k = token_memory + capacity * block.row_stride;
+  const std::int64_t tile = task.row.count == 1 ? kMaxHeadDim : kTileColumns;
+  for (std::int64_t t = 0; t < task.row.count; t += capacity) {
+    block.count = min_of(capacity, task.row.count - t);
+    load_token_block(task.params, task.row, task.head, t, block);
+    for (std::int64_t v = task.v_begin; v < task.v_end; v += tile) {
+      TilePass<Layout, State>{task, v, min_of(v + tile, task.v_end)}.run(block, t);
+    }
+  }
+}
+
+template <class Layout>
+void run_dtype(const HeadTask& task, float* token_memory) {
+  switch (task.params.state_dtype) {
+    case DType::kFloat32:
+      return run_head<Layout, float>(task, token_memory);
+    case DType::kBFloat16:
+      return run_head<Layout, BFloat16>(task, token_memory);
+    case DType::kFloat16:
+      return run_head<Layout, Float16>(task, token_memory);
+  }
+}
+
+}  // namespace
+
+void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
+                std::int64_t v_end, void* scratch) {
+  float* memory = static_cast<float*>(scratch);
+  const HeadTask task{.params = params,
+                      .sequence = sequence,
+                      .head = head,
+                      .v_begin = v_begin,
+                      .v_end = v_end,
+                      .row = tokens_of(params, sequence),
+                      .source = source_state(params, sequence, head),
+                      .destination = destination_state(params, sequence, head),
+                      .scratch = memory};
+  float* token_memory = memory + kMaxHeadDim * kMaxHeadDim;
+  if (params.state_v_first) {
+    run_dtype<VFirst>(task, token_memory);
+  } else {
+    run_dtype<KFirst>(task, token_memory);
+  }
+}
+
+}  // namespace gdn::cpu::GDN_ISA

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One token on a tile of a [V, K] state: a row is a value column, a lane is a key. Groups of rows in one pass: both dot
+// products of every row, then the updates while the group is in the nearest cache. The sum over lanes has one tree for
+// all rows, so a row's values do not depend on the rows beside it.
+#pragma once
+
+#include "rank_one_update.h"
+#include "token.h"
+#include "token_block.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+// Elements of the rows that are read, then updated, before the next ones: they stay in the nearest cache.
+constexpr std::int64_t kGroupElements = 4096;
+
+// The rows are read side by side, in an order that the processor's own prefetcher does not see through.
+template <class RowPointer>
+GDN_INLINE void multiply_rows(const RowPointer* rows, const float* k, const float* q, std::int64_t key_dim,
+                              float* km, float* qm) {
+  Vec sum[2 * kSumRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < 2 * kSumRows; ++r) sum[r] = zero();
+  std::int64_t i = 0;
+  for (; i + kLanes <= key_dim; i += kLanes) {
+    const Vec k_part = load(k + i), q_part = load(q + i);
+    prefetch_columns(rows[0], i * kSumRows, kSumRows * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kSumRows; ++r) {
+      const Vec x = in_register(load_columns(rows[r], i));
+      sum[r] = fma(x, k_part, sum[r]);
+      sum[kSumRows + r] = fma(x, q_part, sum[kSumRows + r]);
+    }
+  }
+  if (i < key_dim) {
+    const Vec k_part = load(k + i), q_part = load(q + i);
+#pragma GCC unroll 8
+    for (int r = 0; r < kSumRows; ++r) {
+      const Vec x = load_columns(rows[r], i, key_dim - i);
+      sum[r] = fma(x, k_part, sum[r]);
+      sum[kSumRows + r] = fma(x, q_part, sum[kSumRows + r]);
+    }
+  }
+  store_sums(sum, km, qm);
+}
+
+// km and qm of rows [0, count) of the tile.
+template <class Source>
+void multiply(Source tile, const float* k, const float* q, std::int64_t count, std::int64_t key_dim, float* km,
+              float* qm) {
+  for (std::int64_t row = 0; row < count; row += kSumRows) {
+    decltype(row_of(tile, 0)) rows[kSumRows];
+    // A short last block repeats its last row, so that there is one code path and one order.
+    for (int r = 0; r < kSumRows; ++r) rows[r] = row_of(tile, min_of(row + r, count - 1));
+    multiply_rows(rows, k, q, key_dim, km + row, qm + row);
+  }
+}
+
+struct VFirst {};
+
+template <class Source, class Destination>
+void step(VFirst, const Token& token, Source source, Destination destination) {
+  alignas(kScratchAlignment) float km[kMaxHeadDim], qm[kMaxHeadDim], u[kMaxHeadDim];
+  const std::int64_t rows = token.v_end - token.v_begin;
+  const std::int64_t group = kGroupElements / padded_row(token.key_dim);
+  for (std::int64_t row = 0; row < rows; row += group) {
+    const std::int64_t count = min_of(group, rows - row);
+    const auto from = rows_from(source, row);
+    if constexpr (kIsAbsent<Source>) {
+      fill_zero(km, count);
+      fill_zero(qm, count);
+    } else {
+      multiply(from, token.k, token.q, count, token.key_dim, km, qm);
+    }
+    finish_columns(token, row, count, km, qm, u);
+    if constexpr (!kIsAbsent<Destination>) {
+      update(from, rows_from(destination, row), u, token.decay, count, token.key_dim, token.k);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gdn::cpu::GDN_ISA

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Vec on AVX2, FMA and F16C: 8 lanes, 16 registers. Partial fp32 accesses use maskload and maskstore, partial
+// half-precision ones a small buffer.
+#pragma once
+
+#include <immintrin.h>
+
+#include "half.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+struct Vec {
+  __m256 v;
+};
+struct Mask {
+  __m256 m;
+};
+
+constexpr std::int64_t kLanes = 8;
+constexpr int kRegisters = 16;
+
+GDN_INLINE __m256i first_lanes(std::int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+GDN_INLINE Vec zero() { return {_mm256_setzero_ps()}; }
+GDN_INLINE Vec set1(float x) { return {_mm256_set1_ps(x)}; }
+GDN_INLINE float first_lane(Vec x) { return _mm256_cvtss_f32(x.v); }
+
+GDN_INLINE Vec widen(__m128i bits, BFloat16) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
+}
+GDN_INLINE Vec widen(__m128i bits, Float16) { return {_mm256_cvtph_ps(bits)}; }
+
+// In the low half of each lane: to nearest even, all ones for a NaN.
+GDN_INLINE __m256i bfloat16_bits(Vec x) {
+  const __m256i bits = _mm256_castps_si256(x.v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+  return _mm256_srli_epi32(_mm256_or_si256(rounded, is_nan), 16);
+}
+GDN_INLINE __m128i narrow(Vec x, BFloat16) {
+  const __m256i bits = bfloat16_bits(x);
+  return _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+}
+GDN_INLINE __m128i narrow(Vec x, Float16) { return _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT); }
+
+GDN_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+GDN_INLINE Vec load_n(const float* p, std::int64_t n) { return {_mm256_maskload_ps(p, first_lanes(n))}; }
+GDN_INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x.v); }
+GDN_INLINE void store_n(float* p, Vec x, std::int64_t n) { _mm256_maskstore_ps(p, first_lanes(n), x.v); }
+
+template <class Half>
+GDN_INLINE Vec load(const Half* p) {
+  return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), Half{});
+}
+template <class Half>
+GDN_INLINE Vec load_n(const Half* p, std::int64_t n) {
+  Half buffer[kLanes] = {};
+  std::memcpy(buffer, p, static_cast<std::size_t>(n) * sizeof(Half));
+  return load(buffer);
+}
+template <class Half>
+GDN_INLINE void store(Half* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x, Half{}));
+}
+template <class Half>
+GDN_INLINE void store_n(Half* p, Vec x, std::int64_t n) {
+  Half buffer[kLanes];
+  store(buffer, x);
+  std::memcpy(p, buffer, static_cast<std::size_t>(n) * sizeof(Half));
+}
+
+GDN_INLINE void store_pair(BFloat16* p, Vec a, Vec b) {
+  const __m256i packed = _mm256_packus_epi32(bfloat16_bits(a), bfloat16_bits(b));  // per 128-bit half
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+GDN_INLINE Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+GDN_INLINE Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+GDN_INLINE Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+GDN_INLINE Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+GDN_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+// The second operand where either is NaN.
+GDN_INLINE Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+GDN_INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+GDN_INLINE Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+GDN_INLINE Vec neg(Vec a) { return {_mm256_xor_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+GDN_INLINE Vec round(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+
+GDN_INLINE __m256 power_of_two(__m256i n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+
+// x * 2^n for integral |n| <= 252, in two factors that are normal numbers.
+GDN_INLINE Vec scale_by_power_of_two(Vec x, Vec n) {
+  const __m256i exponent = _mm256_cvtps_epi32(n.v);
+  const __m256i half = _mm256_srai_epi32(exponent, 1);
+  const __m256 scaled = _mm256_mul_ps(x.v, power_of_two(half));
+  return {_mm256_mul_ps(scaled, power_of_two(_mm256_sub_epi32(exponent, half)))};
+}
+
+GDN_INLINE Mask less(Vec a, Vec b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }
+GDN_INLINE Mask either(Mask a, Mask b) { return {_mm256_or_ps(a.m, b.m)}; }
+GDN_INLINE Vec select(Mask m, Vec if_true, Vec if_false) { return {_mm256_blendv_ps(if_false.v, if_true.v, m.m)}; }
+GDN_INLINE unsigned lane_bits(Mask m) { return static_cast<unsigned>(_mm256_movemask_ps(m.m)); }
+
+GDN_INLINE float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
+
+GDN_INLINE float reduce_add(Vec x) {
+  const __m128 half = _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
+  const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+}
+
+// a . b in double precision, n a multiple of 16.
+GDN_INLINE double dot_double(const float* a, const float* b, std::int64_t n) {
+  __m256d sum0 = _mm256_setzero_pd(), sum1 = _mm256_setzero_pd();
+  for (std::int64_t i = 0; i < n; i += 8) {
+    sum0 = _mm256_fmadd_pd(_mm256_cvtps_pd(_mm_loadu_ps(a + i)), _mm256_cvtps_pd(_mm_loadu_ps(b + i)), sum0);
+    sum1 = _mm256_fmadd_pd(_mm256_cvtps_pd(_mm_loadu_ps(a + i + 4)), _mm256_cvtps_pd(_mm_loadu_ps(b + i + 4)), sum1);
+  }
+  const __m256d sum = _mm256_add_pd(sum0, sum1);
+  const __m128d pair = _mm_add_pd(_mm256_castpd256_pd128(sum), _mm256_extractf128_pd(sum, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(pair, _mm_unpackhi_pd(pair, pair)));
+}
+
+// Per 128-bit block: lane j is the sum over the block of the j-th of four vectors.
+GDN_INLINE __m256 sum_blocks(const Vec* x) {
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(x[0].v, x[1].v), _mm256_unpackhi_ps(x[0].v, x[1].v));
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(x[2].v, x[3].v), _mm256_unpackhi_ps(x[2].v, x[3].v));
+  const __m256d ab_pairs = _mm256_castps_pd(ab);
+  const __m256d cd_pairs = _mm256_castps_pd(cd);
+  return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab_pairs, cd_pairs)),
+                       _mm256_castpd_ps(_mm256_unpackhi_pd(ab_pairs, cd_pairs)));
+}
+
+// Lane j is the sum of all lanes of x[j], each by the same tree.
+GDN_INLINE Vec sum_lanes(const Vec* x) {
+  const __m256 low = sum_blocks(x);
+  const __m256 high = sum_blocks(x + 4);
+  return {_mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31))};
+}
+
+// The sums over lanes of kSumRows vectors to `first`, of the kSumRows after them to `second`.
+constexpr int kSumRows = static_cast<int>(kLanes / 2);
+GDN_INLINE void store_sums(const Vec* x, float* first, float* second) {
+  const __m256 sums = sum_lanes(x).v;
+  _mm_storeu_ps(first, _mm256_castps256_ps128(sums));
+  _mm_storeu_ps(second, _mm256_extractf128_ps(sums, 1));
+}
+
+}  // namespace
+}  // namespace gdn::cpu::GDN_ISA

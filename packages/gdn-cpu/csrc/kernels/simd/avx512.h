@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Vec on AVX-512 (F, BW, DQ, VL): 16 lanes, 32 registers. Partial accesses use masks, which suppress faults.
+#pragma once
+
+// GCC 12 warns of the undefined operands inside its own intrinsics.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+
+#include "half.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+struct Vec {
+  __m512 v;
+};
+struct Mask {
+  __mmask16 m;
+};
+
+constexpr std::int64_t kLanes = 16;
+constexpr int kRegisters = 32;
+
+GDN_INLINE __mmask16 first_lanes(std::int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+GDN_INLINE Vec zero() { return {_mm512_setzero_ps()}; }
+GDN_INLINE Vec set1(float x) { return {_mm512_set1_ps(x)}; }
+GDN_INLINE float first_lane(Vec x) { return _mm512_cvtss_f32(x.v); }
+
+// One permutation puts the words into the high halves and zeros into the low ones.
+GDN_INLINE Vec widen(__m256i bits, BFloat16) {
+  const __m512i word_of = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
+  return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, word_of, _mm512_castsi256_si512(bits)))};
+}
+GDN_INLINE Vec widen(__m256i bits, Float16) { return {_mm512_cvtph_ps(bits)}; }
+
+// To nearest even; a NaN becomes the default one, whose rounding stays a NaN.
+GDN_INLINE __m512i round_to_bfloat16(Vec x) {
+  const __m512i number = _mm512_castps_si512(_mm512_fixupimm_ps(x.v, x.v, _mm512_set1_epi32(0x33), 0));
+  const __mmask16 odd = _mm512_test_epi32_mask(number, _mm512_set1_epi32(0x10000));
+  const __m512i rounded = _mm512_add_epi32(number, _mm512_set1_epi32(0x7fff));
+  return _mm512_mask_add_epi32(rounded, odd, number, _mm512_set1_epi32(0x8000));
+}
+// The high halves of the lanes of two vectors.
+GDN_INLINE __m512i high_halves(__m512i a, __m512i b) {
+  const __m512i lane = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  // Words 2 i + 1 and 2 i + 3 of the concatenation, for dword i of the result.
+  const __m512i word_pairs = _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(0x20002)), _mm512_set1_epi32(0x30001));
+  return _mm512_permutex2var_epi16(a, word_pairs, b);
+}
+GDN_INLINE __m256i narrow(Vec x, BFloat16) {
+  const __m512i rounded = round_to_bfloat16(x);
+  return _mm512_castsi512_si256(high_halves(rounded, rounded));
+}
+GDN_INLINE __m256i narrow(Vec x, Float16) { return _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT); }
+
+GDN_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+GDN_INLINE Vec load_n(const float* p, std::int64_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+GDN_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
+GDN_INLINE void store_n(float* p, Vec x, std::int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
+
+template <class Half>
+GDN_INLINE Vec load(const Half* p) {
+  return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), Half{});
+}
+template <class Half>
+GDN_INLINE Vec load_n(const Half* p, std::int64_t n) {
+  return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p), Half{});
+}
+template <class Half>
+GDN_INLINE void store(Half* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x, Half{}));
+}
+template <class Half>
+GDN_INLINE void store_n(Half* p, Vec x, std::int64_t n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x, Half{}));
+}
+
+GDN_INLINE void store_pair(BFloat16* p, Vec a, Vec b) {
+  _mm512_storeu_si512(p, high_halves(round_to_bfloat16(a), round_to_bfloat16(b)));
+}
+
+GDN_INLINE Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+GDN_INLINE Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+GDN_INLINE Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+GDN_INLINE Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+GDN_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// The second operand where either is NaN.
+GDN_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+GDN_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+GDN_INLINE Vec abs(Vec a) { return {_mm512_andnot_ps(_mm512_set1_ps(-0.0f), a.v)}; }
+GDN_INLINE Vec neg(Vec a) { return {_mm512_xor_ps(_mm512_set1_ps(-0.0f), a.v)}; }
+GDN_INLINE Vec round(Vec a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+
+// x * 2^n for integral n, rounded once.
+GDN_INLINE Vec scale_by_power_of_two(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+
+GDN_INLINE Mask less(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+GDN_INLINE Mask either(Mask a, Mask b) { return {static_cast<__mmask16>(a.m | b.m)}; }
+GDN_INLINE Vec select(Mask m, Vec if_true, Vec if_false) {
+  return {_mm512_mask_blend_ps(m.m, if_false.v, if_true.v)};
+}
+GDN_INLINE unsigned lane_bits(Mask m) { return m.m; }
+
+GDN_INLINE float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
+
+GDN_INLINE float reduce_add(Vec x) {
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+  const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  const __m128 pair = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+}
+
+// a . b in double precision, n a multiple of 16.
+GDN_INLINE double dot_double(const float* a, const float* b, std::int64_t n) {
+  __m512d sum0 = _mm512_setzero_pd(), sum1 = _mm512_setzero_pd();
+  for (std::int64_t i = 0; i < n; i += 16) {
+    sum0 = _mm512_fmadd_pd(_mm512_cvtps_pd(_mm256_loadu_ps(a + i)), _mm512_cvtps_pd(_mm256_loadu_ps(b + i)), sum0);
+    sum1 = _mm512_fmadd_pd(_mm512_cvtps_pd(_mm256_loadu_ps(a + i + 8)), _mm512_cvtps_pd(_mm256_loadu_ps(b + i + 8)), sum1);
+  }
+  const __m512d sum = _mm512_add_pd(sum0, sum1);
+  const __m256d half = _mm256_add_pd(_mm512_castpd512_pd256(sum), _mm512_extractf64x4_pd(sum, 1));
+  const __m128d pair = _mm_add_pd(_mm256_castpd256_pd128(half), _mm256_extractf128_pd(half, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(pair, _mm_unpackhi_pd(pair, pair)));
+}
+
+// Per 128-bit block: lane j is the sum over the block of the j-th of four vectors.
+GDN_INLINE __m512 sum_blocks(const Vec* x) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0].v, x[1].v), _mm512_unpackhi_ps(x[0].v, x[1].v));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2].v, x[3].v), _mm512_unpackhi_ps(x[2].v, x[3].v));
+  const __m512d ab_pairs = _mm512_castps_pd(ab);
+  const __m512d cd_pairs = _mm512_castps_pd(cd);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab_pairs, cd_pairs)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(ab_pairs, cd_pairs)));
+}
+
+// [A, B, C, D] and [E, F, G, H] of 128-bit blocks to [A + C, B + D, E + G, F + H].
+GDN_INLINE __m512 sum_halves(__m512 x, __m512 y) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+}
+
+// Lane j is the sum of all lanes of x[j], each by the same tree.
+GDN_INLINE Vec sum_lanes(const Vec* x) {
+  const __m512 low = sum_halves(sum_blocks(x), sum_blocks(x + 4));
+  const __m512 high = sum_halves(sum_blocks(x + 8), sum_blocks(x + 12));
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd))};
+}
+
+// The sums over lanes of kSumRows vectors to `first`, of the kSumRows after them to `second`.
+constexpr int kSumRows = static_cast<int>(kLanes / 2);
+GDN_INLINE void store_sums(const Vec* x, float* first, float* second) {
+  const __m512 sums = sum_lanes(x).v;
+  _mm256_storeu_ps(first, _mm512_castps512_ps256(sums));
+  _mm256_storeu_ps(second, _mm512_extractf32x8_ps(sums, 1));
+}
+
+}  // namespace
+}  // namespace gdn::cpu::GDN_ISA

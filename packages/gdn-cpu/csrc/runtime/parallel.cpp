@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/parallel.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+
+#include "runtime/openmp.h"
+
+namespace gdn::cpu {
+namespace {
+
+// A forked child has none of its parent's worker threads, and an OpenMP region would wait for them for ever.
+std::atomic<bool> forked{false};
+const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
+
+enum class Schedule {
+  kStatic,   // one contiguous share a thread: neighbouring items are neighbours in memory
+  kDynamic,  // next item to whoever is free: items of unequal cost
+};
+
+template <typename Body>
+struct Region {
+  const Body& body;
+  std::int64_t num_items;
+  Schedule schedule;
+  std::atomic<std::int64_t> next{0};
+
+  void run_share() {
+    const OpenMp& runtime = openmp();
+    const std::int64_t thread = runtime.thread_num();
+    const std::int64_t threads = runtime.num_threads();
+    if (schedule == Schedule::kStatic) {
+      for (std::int64_t item = num_items * thread / threads; item < num_items * (thread + 1) / threads; ++item) {
+        body(item);
+      }
+      return;
+    }
+    for (std::int64_t item = next++; item < num_items; item = next++) body(item);
+  }
+};
+
+template <typename Body>
+void for_each(std::int64_t num_items, int num_threads, Schedule schedule, const Body& body) {
+  const OpenMp& runtime = openmp();
+  const std::int64_t threads = std::min<std::int64_t>(num_threads, num_items);
+  const bool serial =
+      threads <= 1 || forked.load(std::memory_order_relaxed) || !runtime.found() || runtime.in_parallel() != 0;
+  if (serial) {
+    for (std::int64_t item = 0; item < num_items; ++item) body(item);
+    return;
+  }
+  Region<Body> region{body, num_items, schedule};
+  runtime.parallel([](void* context) { static_cast<Region<Body>*>(context)->run_share(); }, &region,
+                   static_cast<unsigned>(threads), 0);
+}
+
+struct FreeDeleter {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+// Working memory of the calling thread, allocated on its first use and kept.
+void* thread_scratch() {
+  static_assert(kRecurrenceScratchBytes % kScratchAlignment == 0);
+  thread_local const std::unique_ptr<void, FreeDeleter> scratch{
+      std::aligned_alloc(kScratchAlignment, kRecurrenceScratchBytes)};
+  if (scratch == nullptr) std::abort();  // out of memory inside a parallel region: nothing sensible is left to do
+  return scratch.get();
+}
+
+std::int64_t sequence_length(const RecurrenceParams& params, std::int64_t sequence) {
+  if (params.token_offsets == nullptr) return params.tokens_per_sequence;
+  return params.token_offsets[sequence + 1] - params.token_offsets[sequence];
+}
+
+// Columns of the state that one item computes. A long sequence walks a tile that stays in the first-level cache; a
+// short one takes whole rows, which the prefetcher likes, unless there are fewer heads than threads.
+std::int64_t tile_columns(const RecurrenceParams& params, std::int64_t longest, std::int64_t num_heads,
+                          int num_threads) {
+  constexpr std::int64_t kLong = 4;
+  constexpr std::int64_t kLongTile = 64;
+  constexpr std::int64_t kSmallestTile = 32;
+  std::int64_t tile = longest >= kLong ? kLongTile : params.value_dim;
+  while (tile > kSmallestTile && num_heads * ((params.value_dim + tile - 1) / tile) < num_threads) {
+    tile = (tile / 2 + kSmallestTile - 1) / kSmallestTile * kSmallestTile;
+  }
+  return std::min(tile, params.value_dim);
+}
+
+}  // namespace
+
+void run_recurrence(const KernelTable& table, const RecurrenceParams& params, const Indices& live, int num_threads) {
+  if (live.empty() || params.num_value_heads == 0) return;
+  const auto length = [&](std::int64_t sequence) { return sequence_length(params, sequence); };
+  const auto shorter = [&](std::int64_t left, std::int64_t right) { return length(left) < length(right); };
+  const auto [shortest, longest] = std::minmax_element(live.begin(), live.end(), shorter);
+  const std::int64_t longest_length = length(*longest);
+  const Schedule schedule = length(*shortest) == longest_length ? Schedule::kStatic : Schedule::kDynamic;
+  Indices order = live;
+  if (schedule == Schedule::kDynamic) {
+    std::stable_sort(order.begin(), order.end(),
+                     [&](std::int64_t left, std::int64_t right) { return shorter(right, left); });
+  }
+  const auto num_live = static_cast<std::int64_t>(order.size());
+  const std::int64_t heads = params.num_value_heads;
+  const std::int64_t tile = tile_columns(params, longest_length, num_live * heads, num_threads);
+  const std::int64_t tiles = (params.value_dim + tile - 1) / tile;
+  for_each(num_live * heads * tiles, num_threads, schedule, [&](std::int64_t item) {
+    const std::int64_t v_begin = item % tiles * tile;
+    const std::int64_t row_head = item / tiles;
+    table.recurrence(params, order[static_cast<std::size_t>(row_head / heads)], row_head % heads, v_begin,
+                     std::min(v_begin + tile, params.value_dim), thread_scratch());
+  });
+}
+
+namespace {
+
+// Rows in blocks that are worth a thread's while.
+template <typename Kernel>
+void run_rows(std::int64_t rows, std::int64_t row_elements, int num_threads, const Kernel& kernel) {
+  constexpr std::int64_t kElementsPerItem = 8192;
+  const std::int64_t block = std::max<std::int64_t>(1, kElementsPerItem / std::max<std::int64_t>(1, row_elements));
+  for_each((rows + block - 1) / block, num_threads, Schedule::kStatic,
+           [&](std::int64_t item) { kernel(item * block, std::min(rows, (item + 1) * block)); });
+}
+
+}  // namespace
+
+void run_gating(const KernelTable& table, const GatingParams& params, std::int64_t rows, int num_threads) {
+  run_rows(rows, params.num_heads, num_threads,
+           [&](std::int64_t begin, std::int64_t end) { table.gating(params, begin, end); });
+}
+
+void run_rms_norm_gated(const KernelTable& table, const RmsNormGatedParams& params, std::int64_t rows,
+                        int num_threads) {
+  run_rows(rows, params.dim, num_threads,
+           [&](std::int64_t begin, std::int64_t end) { table.rms_norm_gated(params, begin, end); });
+}
+
+}  // namespace gdn::cpu

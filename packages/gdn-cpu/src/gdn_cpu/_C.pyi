@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# Made by tools/check_stubs.py --write from the compiled module.
+import torch
+
+
+def version() -> str: ...
+
+def levels() -> list[tuple[str, bool, str]]:
+    """
+    (name, compiled, why it cannot run here or '') of each level, lowest first.
+    """
+
+def active_level() -> str: ...
+
+def set_level(name: str) -> None:
+    """Cap the level; an empty name restores the cap of GDN_CPU_ISA."""
+
+def environment_error() -> str:
+    """What is wrong with GDN_CPU_ISA, or ''."""
+
+def openmp() -> str:
+    """Path of the OpenMP runtime in use, or ''."""
+
+def use_exchange_api(enabled: bool) -> None:
+    """
+    Take tensors through the DLPack exchange table (the default, where torch has one) or through __dlpack__.
+    """
+
+def has_exchange_api() -> bool: ...
+
+def fused_gdn_gating(A_log: torch.Tensor | None, a: torch.Tensor | None, b: torch.Tensor | None, dt_bias: torch.Tensor | None, softplus_beta: object | None, softplus_threshold: object | None, g: torch.Tensor | None, beta: torch.Tensor | None, dry_run: bool = False) -> None: ...
+
+def rms_norm_gated(x: torch.Tensor | None, gate: torch.Tensor | None, weight: torch.Tensor | None, eps: object | None, activation: object | None, out: torch.Tensor | None, dry_run: bool = False) -> None: ...
+
+def fused_sigmoid_gating_delta_rule_update(A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, a: torch.Tensor | None, b: torch.Tensor | None, initial_state_source: torch.Tensor | None, initial_state_indices: torch.Tensor | None, cu_seqlens: torch.Tensor | None, use_qk_l2norm_in_kernel: object | None, softplus_beta: object | None, softplus_threshold: object | None, scale: object | None, state_v_first: object | None, null_slot: object | None, out: torch.Tensor | None, dry_run: bool = False) -> None: ...
+
+def fused_recurrent_gated_delta_rule(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, g: torch.Tensor | None, beta: torch.Tensor | None, scale: object | None, initial_state: torch.Tensor | None, state: torch.Tensor | None, use_qk_l2norm_in_kernel: object | None, use_gate_in_kernel: object | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, use_beta_sigmoid_in_kernel: object | None, allow_neg_eigval: object | None, state_v_first: object | None, cu_seqlens: torch.Tensor | None, state_indices: torch.Tensor | None, has_initial_state: torch.Tensor | None, null_slot: object | None, out: torch.Tensor | None, final_state: torch.Tensor | None, dry_run: bool = False) -> None: ...
+
+def chunk_gated_delta_rule(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, g: torch.Tensor | None, beta: torch.Tensor | None, scale: object | None, initial_state: torch.Tensor | None, state: torch.Tensor | None, use_qk_l2norm_in_kernel: object | None, use_beta_sigmoid_in_kernel: object | None, allow_neg_eigval: object | None, state_v_first: object | None, cu_seqlens: torch.Tensor | None, state_indices: torch.Tensor | None, has_initial_state: torch.Tensor | None, null_slot: object | None, out: torch.Tensor | None, final_state: torch.Tensor | None, chunk_states: torch.Tensor | None, dry_run: bool = False) -> None: ...

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU kernels of gdn. Install gdn-core to call them; this package is its backend ``cpu``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch  # noqa: F401 - first: torch brings the OpenMP runtime that the kernels share
+
+from . import _C
+
+__version__ = _C.version()
+
+__all__ = ["Level", "isa_level", "levels", "openmp", "provider"]
+
+_NATIVE = (
+    "fused_gdn_gating",
+    "rms_norm_gated",
+    "fused_sigmoid_gating_delta_rule_update",
+    "fused_recurrent_gated_delta_rule",
+    "chunk_gated_delta_rule",
+)
+
+
+@dataclass(frozen=True)
+class Level:
+    """One instruction-set level: whether this build has it, this machine can run it, and it is the one in use."""
+
+    name: str
+    compiled: bool
+    supported: bool
+    active: bool
+    reason: str | None
+
+
+def levels() -> list[Level]:
+    """List the instruction-set levels of this architecture, lowest first."""
+    active = _C.active_level()
+    return [Level(name, built, not reason, name == active, reason or None) for name, built, reason in _C.levels()]
+
+
+@contextmanager
+def isa_level(name: str) -> Iterator[str]:
+    """Cap the level at ``name`` for a block, in the whole process; yields the level in use.
+
+    Args:
+        name: a name that :func:`levels` lists. The machine's own limit still holds.
+
+    Raises:
+        ValueError: no level of this architecture has that name.
+
+    Example:
+        >>> import gdn_cpu
+        >>> with gdn_cpu.isa_level("baseline") as level:
+        ...     level
+        'baseline'
+    """
+    before = _C.active_level()
+    _C.set_level(name)
+    try:
+        yield _C.active_level()
+    finally:
+        _C.set_level(before)
+
+
+def openmp() -> str:
+    """Return the path of the OpenMP runtime that the kernels share with torch; empty when there is none."""
+    return _C.openmp()
+
+
+class _Provider:
+    name = "cpu"
+    version = __version__
+    device_types = ("cpu",)
+
+    def __init__(self) -> None:
+        self.ops = {name: getattr(_C, name) for name in _NATIVE}
+
+    def availability(self) -> str | None:
+        if _C.environment_error():
+            return _C.environment_error()
+        if not openmp():
+            return "no OpenMP runtime found: torch has none that can be shared, and the system has no libgomp.so.1"
+        return None
+
+    def level(self) -> str | None:
+        return _C.active_level()
+
+    def details(self) -> dict[str, str]:
+        return {
+            "levels": ", ".join(level.name for level in levels() if level.supported),
+            "OpenMP": openmp(),
+            "tensors": "DLPack exchange table" if _C.has_exchange_api() else "__dlpack__",
+        }
+
+
+provider = _Provider()
