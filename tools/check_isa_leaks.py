@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Check that no instruction and no symbol leaves its instruction-set level.
+
+    python tools/check_isa_leaks.py BUILD_DIR
+
+Every level's objects go into one shared object. An inline function that the compiler emits in two of them is one symbol
+to the linker, which keeps either copy: an AVX-512 one may then run on a machine without AVX-512. And a file built with
+the wrong flags crashes only on machines that nobody tests on. So, for every object below BUILD_DIR:
+
+- kernels of a level define no weak or unique symbol, and nothing visible outside the level's own namespace;
+- instructions, registers included, are at most those of the object's level; objects of no level count as baseline.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+X86_LEVELS = ("baseline", "x86_v3", "x86_v4", "x86_v4_bf16", "x86_amx")
+ARM_LEVELS = ("baseline", "arm_bf16")
+SHOWN_PER_OBJECT = 5
+
+# What first appears at a level, in objdump's text: mnemonic and operands. Baseline x86-64 has SSE2 only, so SSE3 to
+# SSE4.2 count as x86_v3, whose flags imply them.
+_X86_FIRST_AT = {
+    "x86_v3": re.compile(
+        r"%ymm|^v|^(mulx|pdep|pext|rorx|sarx|shlx|shrx|bzhi|andn|blsi|blsr|blsmsk|bextr|popcnt|crc32|movbe)\b"
+        r"|^(p?haddp?|phsub|movddup|movs[hl]dup|lddqu|pshufb|palignr|pabs|psign|pmaddubsw|pmulhrsw)"
+        r"|^(p?blend|dpp|extractps|insertps|pinsr[bdq]|pextr[bdq]|pm(ax|in)(s[bd]|u[dw])|pmov[sz]x|pmul(dq|ld)|ptest|round[ps])"
+        r"|^(pcmp(eqq|gtq|[ei]str)|packusdw|mpsadbw|phminposuw)"
+    ),
+    "x86_v4": re.compile(r"%zmm|%[xyz]mm(1[6-9]|2\d|3[01])\b|%k[0-7]\b"),
+    "x86_v4_bf16": re.compile(r"^(vdpbf16ps|vcvtne2?ps2bf16|vpdp)"),
+    "x86_amx": re.compile(r"%tmm|^(ldtilecfg|sttilecfg|tilerelease)"),
+}
+# Baseline Arm is armv8-a: it converts half precision, and neither computes in it nor knows bf16 and dot products.
+_ARM_FIRST_AT = {
+    "arm_bf16": re.compile(r"^(bf(dot|mmla|mlal[bt]|cvt\w*)|[su]dot)\b|^(?!fcvt|fmov)f\w+\s+(v\d+\.[48]h|h\d+)"),
+}
+
+_OBJECT_LIBRARY = re.compile(r"/(?P<target>[\w-]+?)_kernels_(?P<level>\w+)\.dir/")
+
+
+@dataclass(frozen=True)
+class Object:
+    """One object file and the level it belongs to."""
+
+    path: Path
+    level: str
+    is_kernel: bool
+
+
+def objects_below(folder: Path) -> Iterator[Object]:
+    """Find the object files of a build tree. Objects of no level must be as plain as the baseline."""
+    for path in sorted(folder.rglob("*.o")):
+        match = _OBJECT_LIBRARY.search(path.as_posix())
+        yield Object(path, match["level"] if match else "baseline", match is not None)
+
+
+def output(*command: str | Path) -> str:
+    """Return what a command prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def machine(path: Path) -> str:
+    """Return "x86" or "arm" from the file's ELF header."""
+    number = int.from_bytes(path.read_bytes()[18:20], "little")
+    names = {62: "x86", 183: "arm"}
+    if number not in names:
+        raise SystemExit(f"{path}: neither x86-64 nor AArch64 (ELF machine {number})")
+    return names[number]
+
+
+def leaked_symbols(item: Object) -> Iterator[str]:
+    """Name the symbols of a kernel object that another object could share or replace."""
+    for line in output("nm", "--defined-only", "--demangle", item.path).splitlines():
+        kind, name = line.split(maxsplit=2)[1:]
+        if kind in "WwVvu":
+            yield f"weak or unique symbol {name}"
+        elif kind.isupper() and f"::{item.level}::" not in name:
+            yield f"global symbol outside the namespace of its level: {name}"
+
+
+def leaked_instructions(item: Object, objdump: str) -> Iterator[str]:
+    """Name the instructions of an object that its level does not have, once per mnemonic."""
+    x86 = machine(item.path) == "x86"
+    levels, first_at = (X86_LEVELS, _X86_FIRST_AT) if x86 else (ARM_LEVELS, _ARM_FIRST_AT)
+    forbidden = [(level, first_at[level]) for level in levels[levels.index(item.level) + 1 :]]
+    seen = set()
+    for line in output(objdump, "-d", "--no-show-raw-insn", item.path).splitlines():
+        address, _, instruction = line.partition(":\t")
+        if not instruction or not address.strip():
+            continue
+        for level, pattern in reversed(forbidden):
+            mnemonic = instruction.split(maxsplit=1)[0]
+            if pattern.search(instruction) and mnemonic not in seen:
+                seen.add(mnemonic)
+                yield f"needs {level}: {instruction.strip()}"
+                break
+
+
+def objdump_for(path: Path) -> str:
+    """Return the name of an objdump that reads this object."""
+    return "objdump" if machine(path) == "x86" else "aarch64-linux-gnu-objdump"
+
+
+def main() -> int:
+    """Print every leak; return 1 when there is one."""
+    parser = argparse.ArgumentParser(description="Check that nothing leaves its instruction-set level.")
+    parser.add_argument("build_dir", type=Path)
+    items = list(objects_below(parser.parse_args().build_dir))
+    if not any(item.is_kernel for item in items):
+        print("no kernel objects found: nothing was checked", file=sys.stderr)
+        return 1
+    leaks = 0
+    for item in items:
+        found = list(leaked_symbols(item)) if item.is_kernel else []
+        found += leaked_instructions(item, objdump_for(item.path))
+        leaks += len(found)
+        for leak in found[:SHOWN_PER_OBJECT]:
+            print(f"{item.path} ({item.level}): {leak}", file=sys.stderr)
+        if len(found) > SHOWN_PER_OBJECT:
+            print(f"{item.path} ({item.level}): and {len(found) - SHOWN_PER_OBJECT} more", file=sys.stderr)
+    levels = sorted({item.level for item in items if item.is_kernel})
+    print(f"{len(items)} objects, levels {', '.join(levels)}: {leaks or 'no'} leaks")
+    return 1 if leaks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
