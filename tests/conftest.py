@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementations a test runs on, and what every test starts from.
+
+``GDN_REQUIRE=cpu`` (a comma list) fails the run where a backend is missing, instead of skipping its tests.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import gdn_core
+from gdn_core import _log
+
+# Test modules share helpers, and pytest's importlib mode puts no directory on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+class Implementation(NamedTuple):
+    """One way to run an operation: a backend, for the CPU at one instruction-set level."""
+
+    backend: str
+    level: str | None = None
+
+    @property
+    def is_native(self) -> bool:
+        return self.backend != "reference"
+
+    def __str__(self) -> str:
+        return self.backend if self.level is None else f"{self.backend}-{self.level}"
+
+
+def _missing(name: str) -> str | None:
+    """Return why a backend cannot run here, or None when it can."""
+    known = {backend.name: backend for backend in gdn_core.backends()}
+    if name not in known:
+        return f"there is no backend {name!r}"
+    return None if known[name].available else f"backend {name!r}: {known[name].reason}"
+
+
+def _native_implementations() -> list[object]:
+    reason = _missing("cpu")
+    if reason is not None:
+        return [pytest.param(Implementation("cpu"), id="cpu", marks=pytest.mark.skip(reason=reason))]
+    import gdn_cpu
+
+    levels = [level.name for level in gdn_cpu.levels() if level.supported]
+    return [pytest.param(Implementation("cpu", level), id=f"cpu-{level}") for level in levels]
+
+
+NATIVE = _native_implementations()
+EVERY = [pytest.param(Implementation("reference"), id="reference"), *NATIVE]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "report(id, ...): covers these field reports")
+    required = [name.strip() for name in os.environ.get("GDN_REQUIRE", "").split(",") if name.strip()]
+    missing = [reason for name in required if (reason := _missing(name)) is not None]
+    if missing:
+        raise pytest.UsageError(f"GDN_REQUIRE={','.join(required)}, but {'; '.join(missing)}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"skipped: {len(terminalreporter.stats.get('skipped', []))}")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process_state() -> Iterator[None]:
+    """Undo what a test changed for the whole process: the forced backend, messages logged once, torch's threads."""
+    threads = torch.get_num_threads()
+    gdn_core.use_backend(None)
+    _log.forget()
+    yield
+    gdn_core.use_backend(None)
+    torch.set_num_threads(threads)
+
+
+def _selected(implementation: Implementation) -> Iterator[Implementation]:
+    with ExitStack() as stack:
+        if implementation.level is not None:
+            import gdn_cpu
+
+            assert stack.enter_context(gdn_cpu.isa_level(implementation.level)) == implementation.level
+        stack.enter_context(gdn_core.use_backend(implementation.backend))
+        yield implementation
+
+
+@pytest.fixture(params=EVERY)
+def impl(request: pytest.FixtureRequest) -> Iterator[Implementation]:
+    """Force every implementation that runs here, one after the other."""
+    yield from _selected(request.param)
+
+
+@pytest.fixture(params=NATIVE)
+def native_impl(request: pytest.FixtureRequest) -> Iterator[Implementation]:
+    """Force every native implementation: some promises hold bit for bit on these, and within tolerance elsewhere."""
+    yield from _selected(request.param)
+
+
+@pytest.fixture
+def cpu_backend() -> None:
+    """Skip where gdn-cpu is missing; force nothing."""
+    reason = _missing("cpu")
+    if reason is not None:
+        pytest.skip(reason)

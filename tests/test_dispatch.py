@@ -1,0 +1,817 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend runs a call, what a person is told about it, and what importing gdn_core costs."""
+
+import asyncio
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import gdn_core
+from gdn_core import _dispatch, _log, _registry
+from gdn_core.testing import inputs, oracle
+
+VERSION = gdn_core.__version__
+HAS_CPU = any(info.name == "cpu" and info.available for info in gdn_core.backends())
+needs_cpu = pytest.mark.skipif(
+    not HAS_CPU and os.environ.get("GDN_REQUIRE") != "cpu", reason="gdn-cpu is not available"
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_dispatch(monkeypatch):
+    """Start with no choice made and nothing logged; leave none behind."""
+    for name in ("GDN_BACKEND", "GDN_DECODE_KERNEL", "GDN_SKIP_VERSION_CHECK", "GDN_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    _log.forget()
+    gdn_core.use_backend(None)
+    yield
+    gdn_core.use_backend(None)
+
+
+@pytest.fixture
+def rediscover(monkeypatch):
+    """Let the next use of a backend look for backends again, and forget what it found afterwards."""
+
+    def forget():
+        monkeypatch.setattr(_registry, "_backends", None)
+        monkeypatch.setattr(_dispatch, "_fast", {})
+        monkeypatch.setattr(_dispatch, "_default", None)
+        _registry.settings.cache_clear()
+
+    yield forget
+    monkeypatch.undo()
+    _registry.settings.cache_clear()
+
+
+def norm_call(**changes):
+    return {**inputs.norm_arguments((2, 8)), **changes}
+
+
+def rows():
+    return {info.name: info for info in gdn_core.backends()}
+
+
+def run_python(code, *, path=(), **env):
+    """Run `code` in a new interpreter and return what it printed as JSON."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GDN_")}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, path)), **env}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def distribution(directory: Path, name: str, version: str, entry_points: dict[str, str]) -> Path:
+    """Write the metadata of an installed distribution, which hides a real one of the same name."""
+    info = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = [f"{key} = {value}" for key, value in entry_points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[gdn_core.backends]", *lines, ""]) if lines else "")
+    return directory
+
+
+SHOW_BACKENDS = """
+    import json, sys
+    import gdn_core
+    rows = {b.name: [b.version, b.available, b.level, b.reason, b.install] for b in gdn_core.backends()}
+    print(json.dumps({"rows": rows, "loaded": "gdn_cpu" in sys.modules}))
+"""
+
+
+# --- the list of backends ---------------------------------------------------------------------------------------------
+
+
+def test_backends_names_each_backend_and_what_it_lacks():
+    infos = gdn_core.backends()
+    assert [info.name for info in infos][:2] == ["cpu", "cuda"]
+    assert infos[-1].name == "reference"
+    for info in infos:
+        assert info.available == (info.reason is None), info
+        assert info.available or info.install == f'pip install "gdn-core[{info.name}]=={VERSION}"'
+    assert rows()["reference"].available
+    assert rows()["reference"].version == VERSION
+
+
+@needs_cpu
+def test_the_cpu_row_follows_the_level_in_use():
+    gdn_cpu = pytest.importorskip("gdn_cpu")
+    assert rows()["cpu"].version == VERSION
+    for level in gdn_cpu.levels():
+        if level.supported:
+            with gdn_cpu.isa_level(level.name):
+                assert rows()["cpu"].level == level.name
+
+
+@needs_cpu
+def test_GDN_CPU_ISA_caps_the_level_and_rejects_other_names():
+    capped = run_python(SHOW_BACKENDS, GDN_CPU_ISA="baseline")["rows"]["cpu"]
+    assert capped[1] and capped[2] == "baseline"
+    _, available, _, reason, _ = run_python(SHOW_BACKENDS, GDN_CPU_ISA="avx9000")["rows"]["cpu"]
+    assert not available
+    assert "GDN_CPU_ISA" in reason and "baseline" in reason and "avx9000" in reason
+
+
+def test_a_backend_that_does_not_import_is_listed_with_its_error(tmp_path):
+    (tmp_path / "broken_backend.py").write_text("import a_module_that_does_not_exist\n")
+    (tmp_path / "empty_backend.py").write_text("")
+    (tmp_path / "failing_backend.py").write_text(
+        "class Provider:\n    def availability(self): raise OSError('the driver is gone')\nprovider = Provider()\n"
+    )
+    entries = {
+        "broken": "broken_backend:provider",
+        "empty": "empty_backend:provider",
+        "failing": "failing_backend:provider",
+    }
+    distribution(tmp_path, "somebodys-backends", "3.1", entries)
+    distribution(tmp_path, "gdn-cpu", VERSION, {"cpu": "broken_backend:provider"})
+    found = run_python(SHOW_BACKENDS, path=[tmp_path])["rows"]
+    for name, words in {
+        "broken": "ModuleNotFoundError: No module named 'a_module_that_does_not_exist'",
+        "cpu": "ModuleNotFoundError: No module named 'a_module_that_does_not_exist'",
+        "empty": "AttributeError",
+        "failing": "OSError: the driver is gone",
+    }.items():
+        version, available, _, reason, _ = found[name]
+        assert not available
+        assert words in reason
+        assert version == (VERSION if name == "cpu" else "3.1")
+    assert found["reference"][1]
+
+
+def test_a_backend_of_another_version_is_unavailable_and_not_even_imported(tmp_path):
+    distribution(tmp_path, "gdn-cpu", "0.0.7", {"cpu": "gdn_cpu:provider"})
+    found = run_python(SHOW_BACKENDS, path=[tmp_path])
+    version, available, _, reason, install = found["rows"]["cpu"]
+    assert (version, available) == ("0.0.7", False)
+    assert "0.0.7" in reason and VERSION in reason
+    assert install == f'pip install "gdn-core[cpu]=={VERSION}"'
+    assert not found["loaded"]
+
+
+@needs_cpu
+def test_GDN_SKIP_VERSION_CHECK_accepts_another_version(tmp_path):
+    distribution(tmp_path, "gdn-cpu", "0.0.7", {"cpu": "gdn_cpu:provider"})
+    assert run_python(SHOW_BACKENDS, path=[tmp_path], GDN_SKIP_VERSION_CHECK="1")["rows"]["cpu"][1]
+    assert not run_python(SHOW_BACKENDS, path=[tmp_path], GDN_SKIP_VERSION_CHECK="0")["rows"]["cpu"][1]
+
+
+def test_without_gdn_cpu_the_reference_runs_and_says_once_what_to_install(tmp_path):
+    distribution(tmp_path, "gdn-cpu", VERSION, {})
+    code = """
+        import json, logging, sys
+        sys.modules["gdn_cpu"] = None
+        messages = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append([record.levelname, record.getMessage()])
+        logging.getLogger("gdn_core").addHandler(handler)
+        logging.getLogger("gdn_core").setLevel(logging.INFO)
+        import gdn_core, torch
+        x = torch.ones(2, 8)
+        for _ in range(3):
+            gdn_core.rms_norm_gated(x, x, x[0], 1e-6)
+            gdn_core.fused_gdn_gating(x[0], x, x, x[0])
+        cpu = next(b for b in gdn_core.backends() if b.name == "cpu")
+        print(json.dumps({"messages": messages, "cpu": [cpu.available, cpu.reason, cpu.install]}))
+    """
+    found = run_python(code, path=[tmp_path])
+    command = f'pip install "gdn-core[cpu]=={VERSION}"'
+    assert found["cpu"] == [False, "gdn-cpu is not installed", command]
+    warnings = [text for level, text in found["messages"] if level == "WARNING"]
+    assert len(warnings) == 1
+    assert "reference" in warnings[0] and "gdn-cpu is not installed" in warnings[0] and command in warnings[0]
+
+
+@pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Windows", "AMD64"), ("Linux", "riscv64")])
+def test_where_there_are_no_wheels_the_reason_says_where_there_are(monkeypatch, rediscover, system, machine):
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    rediscover()
+    for name in ("cpu", "cuda"):
+        info = rows()[name]
+        assert not info.available
+        assert info.reason == f"gdn-{name} has wheels for Linux on x86_64 and aarch64, this is {system} {machine}"
+        assert info.install is None, "no command brings a wheel that does not exist"
+    call = norm_call()
+    torch.testing.assert_close(gdn_core.rms_norm_gated(**call).double(), oracle.rms_norm_gated(**call))
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_the_extras_bring_a_backend_only_where_it_has_wheels(name):
+    requirements = pytest.importorskip("packaging.requirements")
+    wanted = [requirements.Requirement(text) for text in importlib.metadata.requires("gdn-core") or ()]
+    backend = next(item for item in wanted if item.name == f"gdn-{name}")
+    assert str(backend.specifier) == f"=={VERSION}"
+
+    def applies(system, machine):
+        return backend.marker.evaluate({"platform_system": system, "platform_machine": machine, "extra": name})
+
+    assert applies("Linux", "x86_64") and applies("Linux", "aarch64")
+    assert not applies("Darwin", "arm64") and not applies("Windows", "AMD64") and not applies("Linux", "riscv64")
+    assert not backend.marker.evaluate({"platform_system": "Linux", "platform_machine": "x86_64", "extra": ""})
+
+
+ACME = """
+    import torch
+
+    class Provider:
+        name, version, device_types = "acme", "1.2", ("cpu",)
+        level_in_use, why_not = "turbo", None
+
+        def __init__(self):
+            self.ops = {"rms_norm_gated": self.norm}
+
+        def norm(self, x, gate, weight, eps, activation, out, dry_run=False):
+            if activation == "sigmoid":
+                raise NotImplementedError("activation: acme knows silu only")
+            if not dry_run:
+                out.fill_(7)
+
+        def availability(self): return self.why_not
+        def level(self): return self.level_in_use
+        def details(self): return {"made by": "acme"}
+
+    provider = Provider()
+"""
+
+
+def test_a_third_party_backend_is_found_listed_and_used(tmp_path):
+    (tmp_path / "acme_gdn.py").write_text(textwrap.dedent(ACME))
+    distribution(tmp_path, "acme-gdn", "1.2", {"acme": "acme_gdn:provider"})
+    distribution(tmp_path, "gdn-cpu", VERSION, {})
+    code = """
+        import json, gdn_core, torch
+        x = torch.ones(2, 8)
+        acme = next(b for b in gdn_core.backends() if b.name == "acme")
+        with gdn_core.record_calls() as calls:
+            values = [gdn_core.rms_norm_gated(x, x, x[0], 1e-6)[0, 0].item()]
+            values.append(gdn_core.rms_norm_gated(x, x, x[0], 1e-6, activation="sigmoid")[0, 0].item())
+            gdn_core.fused_gdn_gating(x[0], x, x, x[0])
+        errors = []
+        with gdn_core.use_backend("acme"):
+            values.append(gdn_core.rms_norm_gated(x, x, x[0], 1e-6)[0, 0].item())
+            for call in (
+                lambda: gdn_core.rms_norm_gated(x, x, x[0], 1e-6, activation="sigmoid"),
+                lambda: gdn_core.fused_gdn_gating(x[0], x, x, x[0]),
+            ):
+                try:
+                    call()
+                except NotImplementedError as error:
+                    errors.append(str(error))
+        print(json.dumps({
+            "row": [acme.version, acme.available, acme.level, acme.details],
+            "values": values,
+            "calls": sorted([op, name, count] for (op, name), count in calls.items()),
+            "errors": errors,
+        }))
+    """
+    found = run_python(code, path=[tmp_path])
+    assert found["row"] == ["1.2", True, "turbo", {"made by": "acme"}]
+    assert found["values"][0] == found["values"][2] == 7
+    assert found["values"][1] == pytest.approx(torch.tensor(1.0).sigmoid().item(), abs=1e-5)
+    assert found["calls"] == [
+        ["fused_gdn_gating", "reference", 1],
+        ["rms_norm_gated", "acme", 1],
+        ["rms_norm_gated", "reference", 1],
+    ]
+    assert "acme knows silu only" in found["errors"][0]
+    assert "has no kernel for fused_gdn_gating" in found["errors"][1]
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def chosen():
+    return gdn_core.explain("rms_norm_gated", **norm_call()).backend
+
+
+AUTOMATIC = "cpu" if HAS_CPU else "reference"
+
+
+def test_use_backend_as_a_plain_call_holds_until_none():
+    assert chosen() == AUTOMATIC
+    gdn_core.use_backend("reference")
+    assert chosen() == "reference"
+    gdn_core.use_backend(None)
+    assert chosen() == AUTOMATIC
+
+
+def test_use_backend_as_a_context_manager_nests_and_survives_exceptions():
+    with gdn_core.use_backend("reference"):
+        assert chosen() == "reference"
+        with gdn_core.use_backend(AUTOMATIC):
+            assert chosen() == AUTOMATIC
+            with gdn_core.use_backend("reference"):
+                assert chosen() == "reference"
+            assert chosen() == AUTOMATIC
+        assert chosen() == "reference"
+        with gdn_core.use_backend(None):
+            assert chosen() == AUTOMATIC
+        assert chosen() == "reference"
+    with pytest.raises(ZeroDivisionError), gdn_core.use_backend("reference"):
+        _ = 1 // 0
+    assert chosen() == AUTOMATIC
+
+
+def test_a_block_leaves_the_plain_choice_as_it_was():
+    gdn_core.use_backend("reference")
+    with gdn_core.use_backend(AUTOMATIC):
+        assert chosen() == AUTOMATIC
+    assert chosen() == "reference"
+
+
+@needs_cpu
+def test_none_in_a_block_suspends_the_plain_choice():
+    gdn_core.use_backend("reference")
+    with gdn_core.use_backend(None):
+        assert chosen() == AUTOMATIC
+    assert chosen() == "reference"
+
+
+def in_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@needs_cpu
+def test_a_block_holds_for_its_thread_and_a_plain_call_for_all():
+    with gdn_core.use_backend("reference"):
+        assert in_thread(chosen) == "cpu"
+    gdn_core.use_backend("reference")
+    assert in_thread(chosen) == "reference"
+
+
+@needs_cpu
+def test_blocks_of_concurrent_tasks_do_not_mix():
+    async def task(name, barrier):
+        with gdn_core.use_backend(name):
+            await barrier.wait()
+            return chosen()
+
+    async def both():
+        barrier = asyncio.Event()
+        tasks = [asyncio.create_task(task(name, barrier)) for name in ("reference", "cpu")]
+        await asyncio.sleep(0)
+        barrier.set()
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(both()) == ["reference", "cpu"]
+
+
+def test_an_unknown_backend_raises_and_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"backend: expected one of cpu, cuda, .*reference, got 'gpu'"):
+        gdn_core.use_backend("gpu")
+    assert chosen() == AUTOMATIC
+
+
+def test_an_unavailable_backend_raises_with_the_reason_and_the_command(monkeypatch, rediscover):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    rediscover()
+    with pytest.raises(RuntimeError, match="gdn-cpu is not installed") as raised:
+        gdn_core.use_backend("cpu")
+    assert f'pip install "gdn-core[cpu]=={VERSION}"' in str(raised.value)
+    with pytest.raises(RuntimeError), gdn_core.use_backend("cuda"):
+        pass
+    assert chosen() == "reference"
+
+
+CHOICE = """
+    import json, gdn_core, torch
+    x = torch.ones(2, 8)
+    def chosen(): return gdn_core.explain("rms_norm_gated", x, x, x[0], 1e-6).backend
+    try:
+        found = [chosen()]
+        with gdn_core.use_backend("reference"):
+            found.append(chosen())
+        gdn_core.use_backend(None)
+        found.append(chosen())
+    except Exception as error:
+        found = [type(error).__name__, str(error)]
+    print(json.dumps(found))
+"""
+
+
+def test_GDN_BACKEND_is_the_default_and_a_wrong_one_raises():
+    assert run_python(CHOICE, GDN_BACKEND="reference") == ["reference"] * 3
+    assert run_python(CHOICE, GDN_BACKEND="") == [AUTOMATIC, "reference", AUTOMATIC]
+    kind, text = run_python(CHOICE, GDN_BACKEND="fast")
+    assert kind == "ValueError" and "reference" in text and "'fast'" in text
+
+
+def test_GDN_BACKEND_that_cannot_run_raises_with_the_command(tmp_path):
+    distribution(tmp_path, "gdn-cuda", VERSION, {})
+    kind, text = run_python(CHOICE, path=[tmp_path], GDN_BACKEND="cuda")
+    assert kind == "RuntimeError"
+    assert "gdn-cuda is not installed" in text and f"gdn-core[cuda]=={VERSION}" in text
+
+
+@pytest.mark.parametrize("value", ["cuda", "triton"])
+def test_GDN_DECODE_KERNEL_takes_its_two_values(monkeypatch, rediscover, value):
+    monkeypatch.setenv("GDN_DECODE_KERNEL", value)
+    rediscover()
+    assert chosen() == AUTOMATIC
+
+
+@pytest.mark.parametrize("value", ["", "CUDA", "cpu", "fla"])
+def test_GDN_DECODE_KERNEL_rejects_any_other_value(monkeypatch, rediscover, value):
+    monkeypatch.setenv("GDN_DECODE_KERNEL", value)
+    rediscover()
+    with pytest.raises(ValueError, match=r"GDN_DECODE_KERNEL: expected one of cuda, triton, got"):
+        gdn_core.rms_norm_gated(**norm_call())
+
+
+class FakeCuda:
+    """A provider that runs meta tensors, as a stand-in for one of a GPU."""
+
+    name, version, device_types = "cuda", VERSION, ("meta",)
+
+    def __init__(self):
+        self.calls = []
+        self.ops = {op: self.kernel for op in gdn_core.OPS}
+
+    def kernel(self, *flat, dry_run=False):
+        self.calls.append(dry_run)
+
+    def availability(self):
+        return None
+
+    def level(self):
+        return "9.0"
+
+    def details(self):
+        return {}
+
+
+class FakeEntry:
+    name, dist = "cuda", importlib.metadata.distribution("gdn-core")
+
+    def __init__(self, provider):
+        self.provider = provider
+
+    def load(self):
+        return self.provider
+
+
+@pytest.mark.parametrize(("value", "reason"), [("cuda", None), ("triton", "GDN_DECODE_KERNEL=triton")])
+def test_GDN_DECODE_KERNEL_moves_only_the_fused_decode_off_cuda(monkeypatch, rediscover, value, reason):
+    provider = FakeCuda()
+    monkeypatch.setenv("GDN_DECODE_KERNEL", value)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (FakeEntry(provider),))
+    rediscover()
+    for replay in (False, True):
+        arguments, _ = inputs.fused_decode_arguments([1, 2], 2, 1, 2, 8, 8, replay=replay)
+        op = "fused_gdn_decode_post_conv_mtp" + ("_replay" if replay else "")
+        explanation = gdn_core.explain(op, **on_meta(arguments))
+        assert explanation.reasons["cuda"] == reason
+    assert gdn_core.explain("rms_norm_gated", **on_meta(norm_call())).backend == "cuda"
+
+
+def on_meta(arguments):
+    moved = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            value = value.to("meta")
+        elif isinstance(value, gdn_core.ReplayRecords):
+            value = gdn_core.ReplayRecords.from_tensors(*(x.to("meta") for x in vars(value).values()))
+        moved[name] = value
+    return moved
+
+
+def test_tensors_go_to_the_backend_of_their_device(monkeypatch, rediscover):
+    provider = FakeCuda()
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (FakeEntry(provider),))
+    rediscover()
+    with gdn_core.record_calls() as calls:
+        gdn_core.rms_norm_gated(**on_meta(norm_call()))
+        gdn_core.rms_norm_gated(**norm_call())
+    assert calls == {("rms_norm_gated", "cuda"): 1, ("rms_norm_gated", "reference"): 1}
+    assert provider.calls == [False]
+    with gdn_core.use_backend("cuda"), pytest.raises(NotImplementedError, match="runs meta tensors, these are on cpu"):
+        gdn_core.rms_norm_gated(**norm_call())
+
+
+# --- forced and unforced calls ----------------------------------------------------------------------------------------
+
+
+def decode_call(**sizes):
+    shape = {"H": 1, "HV": 2, "K": 16, "V": 16, **sizes}
+    dtype = shape.pop("dtype", torch.float32)
+    return inputs.decode_arguments([1, 1], **shape, dtype=dtype, state_dtype=torch.float32)[0]
+
+
+@needs_cpu
+@pytest.mark.parametrize(
+    ("op", "call", "constraint"),
+    [
+        ("fused_sigmoid_gating_delta_rule_update", lambda: decode_call(K=300), "K and V: from 1 to 256"),
+        ("fused_sigmoid_gating_delta_rule_update", lambda: decode_call(V=257), "K and V: from 1 to 256"),
+        ("rms_norm_gated", lambda: inputs.norm_arguments((2, 8), dtype=torch.float64), "float64 runs on the reference"),
+        (
+            "fused_gdn_gating",
+            lambda: inputs.gating_arguments((3, 4), dtype=torch.float64),
+            "float64 runs on the reference",
+        ),
+    ],
+)
+def test_a_call_that_cpu_declines_raises_when_forced_and_falls_back_otherwise(caplog, op, call, constraint):
+    before, arguments = call(), call()
+    with gdn_core.use_backend("cpu"):
+        with pytest.raises(NotImplementedError) as raised:
+            getattr(gdn_core, op)(**arguments)
+        assert op in str(raised.value) and "'cpu'" in str(raised.value) and constraint in str(raised.value)
+        assert gdn_core.explain(op, **arguments).backend is None
+    for name, value in before.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, arguments[name]), f"{name} changed although the call was declined"
+
+    explanation = gdn_core.explain(op, **arguments)
+    assert explanation.backend == "reference"
+    assert constraint in explanation.reasons["cpu"]
+    with caplog.at_level(logging.INFO, "gdn_core"), gdn_core.record_calls() as calls:
+        for _ in range(3):
+            getattr(gdn_core, op)(**call())
+    assert calls == {(op, "reference"): 3}
+    ours = [record for record in caplog.records if record.name == "gdn_core"]
+    assert [record.levelno for record in ours] == [logging.INFO]
+    assert op in ours[0].getMessage() and constraint in ours[0].getMessage()
+
+
+@needs_cpu
+def test_a_forced_backend_without_the_kernel_says_so():
+    provider = _registry.provider("cpu")
+    arguments = {
+        "causal_conv1d_update": lambda: inputs.conv_update_arguments([1, 1], 4, 3)[0],
+        "fused_sigmoid_gating_delta_rule_update_spec": lambda: inputs.spec_arguments([1], 2, 1, 1, 8, 8)[0],
+    }
+    for op, call in arguments.items():
+        if op in provider.ops:
+            continue
+        with gdn_core.use_backend("cpu"), pytest.raises(NotImplementedError, match=f"has no kernel for {op}"):
+            getattr(gdn_core, op)(**call())
+        with gdn_core.record_calls() as calls:
+            getattr(gdn_core, op)(**call())
+        assert calls == {(op, "reference"): 1}
+
+
+@needs_cpu
+def test_a_wrong_argument_is_reported_as_such_even_when_the_backend_declines():
+    wrong = decode_call(K=300)
+    wrong["a"] = wrong["a"][:, :1]
+    for name in ("cpu", "reference"):
+        with gdn_core.use_backend(name), pytest.raises(ValueError, match=r"^a: expected"):
+            gdn_core.fused_sigmoid_gating_delta_rule_update(**wrong)
+
+
+@needs_cpu
+def test_no_message_when_the_native_kernel_runs(caplog):
+    with caplog.at_level(logging.DEBUG, "gdn_core"), gdn_core.record_calls() as calls:
+        gdn_core.rms_norm_gated(**norm_call())
+        gdn_core.fused_sigmoid_gating_delta_rule_update(**decode_call())
+    assert set(calls) == {("rms_norm_gated", "cpu"), ("fused_sigmoid_gating_delta_rule_update", "cpu")}
+    assert not caplog.records
+
+
+@needs_cpu
+def test_a_parameter_that_needs_a_gradient_is_a_warning_once_with_the_remedy(caplog):
+    arguments = norm_call()
+    arguments["weight"] = torch.nn.Parameter(arguments["weight"])
+    with caplog.at_level(logging.INFO, "gdn_core"), gdn_core.record_calls() as calls:
+        results = [gdn_core.rms_norm_gated(**arguments) for _ in range(2)]
+    assert all(y.requires_grad for y in results)
+    assert calls == {("rms_norm_gated", "reference"): 2}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "torch.no_grad()" in caplog.text and "torch.inference_mode()" in caplog.text
+
+    for quiet in (torch.no_grad, torch.inference_mode):
+        with quiet(), gdn_core.record_calls() as calls:
+            assert not gdn_core.rms_norm_gated(**arguments).requires_grad
+        assert calls == {("rms_norm_gated", "cpu"): 1}
+
+
+@needs_cpu
+def test_a_gradient_of_a_forced_backend_raises():
+    arguments = norm_call()
+    arguments["x"].requires_grad_()
+    with gdn_core.use_backend("cpu"), pytest.raises(NotImplementedError, match=r"'cpu' has no gradient.*no_grad"):
+        gdn_core.rms_norm_gated(**arguments)
+    with gdn_core.use_backend("reference"):
+        assert gdn_core.rms_norm_gated(**arguments).requires_grad
+
+
+# --- explain and record_calls -----------------------------------------------------------------------------------------
+
+
+def test_explain_gives_every_backend_a_reason_and_reads_well():
+    explanation = gdn_core.explain("rms_norm_gated", **norm_call())
+    assert explanation.op == "rms_norm_gated"
+    assert list(explanation.reasons) == [info.name for info in gdn_core.backends()]
+    assert explanation.reasons[explanation.backend] is None
+    lines = str(explanation).splitlines()
+    assert lines[0] == f"rms_norm_gated runs on {explanation.backend}"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == list(explanation.reasons)
+    assert rows()["cuda"].available or rows()["cuda"].reason in str(explanation)
+
+
+def test_explain_runs_nothing():
+    arguments, guarded = inputs.decode_arguments([1, 1], 1, 2, 16, 16)
+    pool, out = guarded.pool.clone(), torch.full_like(arguments["v"], 7)
+    with gdn_core.record_calls() as calls:
+        gdn_core.explain("fused_sigmoid_gating_delta_rule_update", **arguments, out=out)
+        with gdn_core.use_backend("reference"):
+            gdn_core.explain("fused_sigmoid_gating_delta_rule_update", **arguments, out=out)
+    assert torch.equal(guarded.pool, pool)
+    assert bool((out == 7).all())
+    assert not calls
+
+
+def test_explain_with_a_forced_backend():
+    with gdn_core.use_backend("reference"):
+        explanation = gdn_core.explain("rms_norm_gated", **norm_call())
+    assert explanation.backend == "reference"
+    if HAS_CPU:
+        assert "forced" in explanation.reasons["cpu"]
+
+
+def test_explain_of_a_call_that_would_raise():
+    explanation = gdn_core.explain("rms_norm_gated", **norm_call(weight=torch.ones(9)))
+    assert explanation.backend is None
+    assert "weight: expected" in explanation.reasons["reference"]
+    assert "raises" in str(explanation)
+
+
+def test_explain_of_a_call_that_needs_a_gradient():
+    arguments = norm_call()
+    arguments["x"].requires_grad_()
+    explanation = gdn_core.explain("rms_norm_gated", **arguments)
+    assert explanation.backend == "reference"
+    if HAS_CPU:
+        assert "gradient" in explanation.reasons["cpu"]
+    pool_update = decode_call()
+    pool_update["q"].requires_grad_()
+    explanation = gdn_core.explain("fused_sigmoid_gating_delta_rule_update", **pool_update)
+    assert explanation.backend is None, "the call itself raises: it updates a pool"
+
+
+def test_explain_of_an_unknown_op_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"op: expected one of fused_gdn_gating, .*, got 'softmax'"):
+        gdn_core.explain("softmax", torch.ones(2))
+
+
+@needs_cpu
+def test_record_calls_counts_every_thread_and_path():
+    step = decode_call()
+    with gdn_core.record_calls() as calls:
+        gdn_core.rms_norm_gated(**norm_call())
+        in_thread(lambda: gdn_core.rms_norm_gated(**norm_call()))
+        torch.compile(gdn_core.rms_norm_gated, backend="eager", fullgraph=True)(**norm_call())
+        gdn_core.fused_sigmoid_gating_delta_rule_update(**step)
+        with gdn_core.use_backend("reference"), gdn_core.record_calls() as inner:
+            gdn_core.rms_norm_gated(**norm_call())
+    gdn_core.rms_norm_gated(**norm_call())
+    assert inner == {("rms_norm_gated", "reference"): 1}
+    assert calls == {
+        ("rms_norm_gated", "cpu"): 3,
+        ("rms_norm_gated", "reference"): 1,
+        ("fused_sigmoid_gating_delta_rule_update", "cpu"): 1,
+    }
+
+
+# --- importing --------------------------------------------------------------------------------------------------------
+
+IMPORT = """
+    import importlib.metadata, json, platform, sys
+    import torch
+    {before}
+    before = set(sys.modules)
+    import gdn_core
+    new = set(sys.modules) - before
+    print(json.dumps({{
+        "new": sorted(new),
+        "wrong": sorted(set(sys.modules) & {{"transformers", "triton", "rich", "gdn_cpu", "gdn_cuda", "fla", "pytest"}}),
+        "discovered": gdn_core._registry._backends is not None,
+    }}))
+"""
+
+
+def import_in_a_new_interpreter(before="", **env):
+    return run_python(textwrap.dedent(IMPORT).format(before=before), **env)
+
+
+def test_importing_loads_no_backend_and_little_else():
+    # A wrong GDN_BACKEND must not matter before a call, nor may anyone look for entry points.
+    forbid = "importlib.metadata.entry_points = None"
+    found = import_in_a_new_interpreter(forbid, GDN_BACKEND="no such backend", GDN_DECODE_KERNEL="neither")
+    assert not found["wrong"]
+    assert not found["discovered"]
+    others = [name for name in found["new"] if name.split(".")[0] not in ("gdn_core", "torch", "importlib")]
+    assert len(others) <= 12, f"importing gdn_core drags in {others}"
+    heavy = ("gdn_core.cli", "gdn_core.testing", "gdn_core.integrations", "torch._dynamo", "torch._inductor")
+    assert not [name for name in found["new"] if name.startswith(heavy)]
+
+
+@pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Windows", "AMD64")])
+def test_importing_works_on_other_platforms(system, machine):
+    pretend = f"platform.system = lambda: '{system}'; platform.machine = lambda: '{machine}'"
+    assert not import_in_a_new_interpreter(pretend)["wrong"]
+
+
+@pytest.mark.slow
+def test_importing_takes_less_than_60_ms_beyond_torch():
+    code = """
+        import json, time, torch
+        start = time.perf_counter()
+        import gdn_core
+        print(json.dumps(time.perf_counter() - start))
+    """
+    assert min(run_python(code) for _ in range(5)) < 0.060
+
+
+# --- signatures -------------------------------------------------------------------------------------------------------
+
+DECODE = "use_qk_l2norm_in_kernel=False, softplus_beta=1.0, softplus_threshold=20.0, *, scale=None, "
+FUSED = (
+    "out=None, scale=None, norm_eps=1e-5, *, output_gate_activation='silu', num_key_heads=None, head_k_dim=128, "
+    "state_v_first=True, null_slot=None"
+)
+SIGNATURES = {
+    "fused_gdn_gating": "A_log, a, b, dt_bias, *, softplus_beta=1.0, softplus_threshold=20.0",
+    "chunk_gated_delta_rule": (
+        "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
+        "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, "
+        "cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, *, state_indices=None, has_initial_state=None, "
+        "null_slot=None, output_chunk_states=False, out=None"
+    ),
+    "fused_recurrent_gated_delta_rule": (
+        "q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None, output_final_state=False, "
+        "use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None, "
+        "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, *, "
+        "state_indices=None, has_initial_state=None, null_slot=None, out=None"
+    ),
+    "fused_sigmoid_gating_delta_rule_update": (
+        "A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens=None, "
+        f"{DECODE}state_v_first=False, null_slot=None, out=None"
+    ),
+    "fused_sigmoid_gating_delta_rule_update_spec": (
+        "A_log, dt_bias, q, k, v, a, b, initial_state_source, spec_state_indices, num_accepted_tokens, cu_seqlens, "
+        f"{DECODE}state_v_first=False, null_slot=None, out=None"
+    ),
+    "fused_sigmoid_gating_delta_rule_update_replay": (
+        "A_log, dt_bias, q, k, v, a, b, state, slot_indices, records, num_accepted_tokens, cu_seqlens, "
+        f"{DECODE}state_v_first=False, null_slot=None, out=None"
+    ),
+    "causal_conv1d_fn": (
+        "x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None, "
+        "activation=None, *, conv_states=None, query_start_loc=None, cache_indices=None, has_initial_state=None, "
+        "null_slot=None, out=None"
+    ),
+    "causal_conv1d_update": (
+        "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, *, "
+        "num_accepted_tokens=None, query_start_loc=None, null_slot=None, out=None"
+    ),
+    "rms_norm_gated": "x, gate, weight, eps, *, activation='silu', out=None",
+    "fused_gdn_decode_post_conv_mtp": (
+        "mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate, "
+        f"norm_weight, {FUSED}"
+    ),
+    "fused_gdn_decode_post_conv_mtp_replay": (
+        "mixed_qkv, a, b, A_log, dt_bias, slot_indices, records, cu_seqlens, num_accepted_tokens, state, "
+        f"output_gate, norm_weight, {FUSED}"
+    ),
+}
+
+
+def parameters(function):
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("module", [gdn_core, gdn_core.reference, oracle], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("op", SIGNATURES)
+def test_signature(op, module):
+    expected = eval(f"lambda {SIGNATURES[op]}: None")
+    assert parameters(getattr(module, op)) == parameters(expected)
+
+
+def test_the_constructor_of_the_records_has_the_documented_signature():
+    expected = eval("lambda num_slots, S, H, HV, K, V, dtype, device=None: None")
+    assert parameters(gdn_core.ReplayRecords) == parameters(expected)
+
+
+def test_ops_are_the_public_functions():
+    assert set(gdn_core.OPS) == set(SIGNATURES)
+    assert set(SIGNATURES) <= set(gdn_core.__all__)
