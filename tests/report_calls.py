@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EVERY, Implementation
-from contract_calls import same_bits
 from torch import Tensor
 
 import gdn_core
+from conftest import EVERY, Implementation
+from contract_calls import same_bits
 from gdn_core import _registry
 from gdn_core.testing import inputs, oracle, packed_relative_error, relative_error, to_float64
 

@@ -158,7 +158,7 @@ def test_bench_does_not_time_a_wrong_result(
     status, report = status_and_json(tmp_path / "b.json", "bench", "norm", *TINY, "--backend", "reference")
     assert status == 1
     assert all(row["timing"] is None for row in report["rows"])
-    assert "WRONG, not timed: norm, 1 tokens, reference" in capsys.readouterr().out
+    assert "WRONG, not timed: norm, 1 token, reference" in capsys.readouterr().out
 
 
 def test_bench_times_transformers(tmp_path: Path) -> None:

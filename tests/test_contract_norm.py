@@ -23,7 +23,7 @@ def check(arguments, y):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("dtype", "activation"), zip(FLOATS, ("silu", "swish", "sigmoid"), strict=True), ids=str)
+@pytest.mark.parametrize(("dtype", "activation"), list(zip(FLOATS, ("silu", "swish", "sigmoid"), strict=True)), ids=str)
 def test_values(impl, size, dtype, activation):
     arguments = inputs.norm_arguments((3, 2, size), dtype=dtype, activation=activation, seed=size)
     with untouched(arguments):

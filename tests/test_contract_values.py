@@ -49,7 +49,7 @@ def label(case):
     return f"{names}-{'VK' if case['state_v_first'] else 'KV'}"
 
 
-@pytest.mark.parametrize("case", pairwise_cases(), ids=label)
+@pytest.mark.parametrize("case", list(pairwise_cases()), ids=label)
 def test_decode(impl, case):
     arguments, guarded = decode(**case)
     with untouched(arguments, "initial_state_source"):
@@ -166,7 +166,7 @@ def sequence_cases():
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", sequence_cases(), ids=label)
+@pytest.mark.parametrize("case", list(sequence_cases()), ids=label)
 @pytest.mark.parametrize("op", RULES)
 def test_sequences(impl, op, case):
     arguments = sequences(**case)

@@ -5,6 +5,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from field_reports import REPORTS, TO_COME
 
 
@@ -13,10 +14,7 @@ def marked():
     found = {}
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            is_marker = (
-                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "report"
-            )
-            if not is_marker or ast.unparse(node.func) != "pytest.mark.report":
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.mark.report":
                 continue
             assert not node.keywords, f"{path.name}:{node.lineno}: the marker takes ids only"
             for argument in node.args:

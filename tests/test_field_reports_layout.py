@@ -6,7 +6,10 @@ import random
 
 import pytest
 import torch
+
+import gdn_core
 from contract_calls import same_bits, untouched
+from gdn_core.testing import clone, inputs, relative_error
 from report_calls import (
     CHUNK,
     CONV,
@@ -36,9 +39,6 @@ from report_calls import (
     run,
     run_output,
 )
-
-import gdn_core
-from gdn_core.testing import clone, inputs, relative_error
 
 # --- packed sequences -------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,10 @@ import math
 
 import pytest
 import torch
+
+import gdn_core
 from contract_calls import same_bits
+from gdn_core.testing import clone, inputs, relative_error, tolerance
 from report_calls import (
     CHUNK,
     CONV,
@@ -30,9 +33,6 @@ from report_calls import (
     run,
     run_output,
 )
-
-import gdn_core
-from gdn_core.testing import clone, inputs, relative_error, tolerance
 
 EXTREME = tolerance("extreme_decays", torch.float32)
 

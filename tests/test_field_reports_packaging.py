@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract_calls import small_call
 
 import gdn_core
+from contract_calls import small_call
 
 ROOT = Path(gdn_core.__file__).parent
 

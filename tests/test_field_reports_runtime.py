@@ -10,10 +10,10 @@ import time
 
 import pytest
 import torch
-from report_calls import DECODE, GATING, NORM, RULES, expect, on, run
 
 import gdn_core
 from gdn_core.testing import inputs
+from report_calls import DECODE, GATING, NORM, RULES, expect, on, run
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -162,7 +162,7 @@ def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
         getattr(torch.ops.gdn, op).default(*flat)
         return
     if _recorders and _explaining.get():
-        raise _Intercepted(op, flat, gradient=False)
+        raise _Intercepted(op, flat, gradient=False, writes=None)
     if like.is_cpu and not _recorders:
         table = _fast.get(_forced_here.get() or _default)
         if table is None:
@@ -280,7 +280,7 @@ def wants_gradient(op: str, tensors: Sequence[torch.Tensor | None], flat: Sequen
     if not (transformed or needed):
         return False
     if _recorders and _explaining.get():
-        raise _Intercepted(op, flat, gradient=True)
+        raise _Intercepted(op, flat, gradient=True, writes=writes)
     if writes is not None:
         raise RuntimeError(
             f"{op}: an input requires a gradient, but the call updates {writes!r} in place and has none; "
@@ -323,9 +323,9 @@ class Explanation:
 
 
 class _Intercepted(Exception):
-    def __init__(self, op: str, flat: Sequence[Any], *, gradient: bool) -> None:
+    def __init__(self, op: str, flat: Sequence[Any], *, gradient: bool, writes: str | None) -> None:
         super().__init__(op)
-        self.op, self.flat, self.gradient = op, flat, gradient
+        self.op, self.flat, self.gradient, self.writes = op, flat, gradient, writes
 
 
 _explaining: ContextVar[bool] = ContextVar("gdn_explaining", default=False)
@@ -347,10 +347,11 @@ def intercept(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
 def _explain(call: _Intercepted) -> Explanation:
     reasons: dict[str, str | None] = {}
     device = _validate.device_of(call.flat)
+    no_gradient = "has no gradient, and an input requires one" if call.gradient else None
     for name in _registry.loaded():
-        no_gradient = "has no gradient, and an input requires one" if call.gradient else None
         reasons[name] = no_gradient or _try_dry(name, call.op, call.flat, device)
-    reasons[_registry.REFERENCE] = _invalid(call.op, call.flat)
+    in_place = f"an input requires a gradient, but the call updates {call.writes!r} in place" if call.writes else None
+    reasons[_registry.REFERENCE] = in_place or _invalid(call.op, call.flat)
     forced = _choice()
     if forced != _AUTOMATIC:
         chosen = forced if reasons[forced] is None else None

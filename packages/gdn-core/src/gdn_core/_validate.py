@@ -141,10 +141,17 @@ def slots(name: str, value: Tensor, shape: Sequence[int | str], pool_size: int, 
         live = live[live != null_slot]
     if live.numel() > 0 and int(live.max()) >= pool_size:
         raise IndexError(f"{name}: expected slots below {pool_size}, got {int(live.max())}")
-    if _debug() and value.dim() == 1:
-        used = live[live >= 0]
-        if used.unique().numel() != used.numel():
-            raise ValueError(f"{name}: expected distinct slots, got {_short(value.tolist())}")
+    if _debug():
+        _distinct_slots(name, value, null_slot)
+
+
+def _distinct_slots(name: str, value: Tensor, null_slot: int | None) -> None:
+    """Check that no two rows share a slot; the columns of one row of a table may."""
+    owner: dict[int, int] = {}
+    for row, slots_of_row in enumerate(value.reshape(value.shape[0], -1).tolist()):
+        for slot in slots_of_row:
+            if slot >= 0 and slot != null_slot and owner.setdefault(slot, row) != row:
+                raise ValueError(f"{name}: expected distinct slots, got {slot} in rows {owner[slot]} and {row}")
 
 
 def accepted(value: Tensor | None, rows: int, columns: int) -> None:

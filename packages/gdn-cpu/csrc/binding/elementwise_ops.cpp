@@ -29,6 +29,7 @@ DType check_like(const TensorView& view, Name name, const TensorView& model) {
 }
 
 bool is_contiguous(const TensorView& view) {
+  if (view.numel() == 0) return true;
   std::int64_t expected = 1;
   for (int dim = view.ndim() - 1; dim >= 0; --dim) {
     if (view.size(dim) != 1 && view.stride(dim) != expected) return false;
@@ -167,11 +168,13 @@ void rms_norm_gated(TensorView& x, TensorView& gate, TensorView& weight, handle 
   params.eps = static_cast<float>(eps_value);
   params.out_rows.dtype = check_like(out, "out", x);
   check_unit_stride(out, "out");
-  if (dry_run || x.numel() == 0) return;
-  make_unit_stride(x);
-  make_unit_stride(gate);
+  if (!dry_run) {
+    make_unit_stride(x);
+    make_unit_stride(gate);
+  }
   const MergedRows rows(x, gate, out);
   if (!rows.fits()) decline("x: more than four leading dimensions that cannot be merged");
+  if (dry_run || x.numel() == 0) return;
   rows.write(params);
   params.x = x.data();
   params.gate = gate.data();

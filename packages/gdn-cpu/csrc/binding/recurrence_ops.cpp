@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The operations that are the recurrence: decode, token by token, and whole sequences.
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -277,7 +276,7 @@ void run_sequences(SequenceArguments& args, RecurrenceParams& params, RowPlan& p
       if (begin == end) plan.padding[row] = true;
     }
   }
-  execute(params, plan, std::max<std::int64_t>(1, s.tokens));
+  execute(params, plan, s.tokens);
 }
 
 }  // namespace

@@ -15,8 +15,8 @@ constexpr int kStripVectors = kRegisters >= 32 ? 8 : 4;
 constexpr std::int64_t kBandRows = 16;
 
 template <int kVectors, class Source, class Destination>
-GDN_INLINE void update_strip(Source source, Destination destination, const float* row_factors, Vec decay, std::int64_t row,
-                             std::int64_t row_end, std::int64_t column, const float* column_factors) {
+GDN_INLINE void update_strip(Source source, Destination destination, const float* row_factors, Vec decay,
+                             std::int64_t row, std::int64_t row_end, std::int64_t column, const float* column_factors) {
   Vec factors[kVectors];
 #pragma GCC unroll 8
   for (int j = 0; j < kVectors; ++j) factors[j] = load(column_factors + column + j * kLanes);
@@ -46,8 +46,9 @@ GDN_INLINE void update_strip(Source source, Destination destination, const float
 }
 
 template <class Source, class Destination>
-GDN_INLINE void update_tail(Source source, Destination destination, const float* row_factors, Vec decay, std::int64_t row,
-                            std::int64_t row_end, std::int64_t column, std::int64_t n, const float* column_factors) {
+GDN_INLINE void update_tail(Source source, Destination destination, const float* row_factors, Vec decay,
+                            std::int64_t row, std::int64_t row_end, std::int64_t column, std::int64_t n,
+                            const float* column_factors) {
   const Vec factors = load(column_factors + column);
   for (; row < row_end; ++row) {
     const Vec decayed = mul(decay, load_columns(row_of(source, row), column, n));
@@ -56,8 +57,8 @@ GDN_INLINE void update_tail(Source source, Destination destination, const float*
 }
 
 template <class Source, class Destination>
-GDN_INLINE void update_band(Source source, Destination destination, const float* row_factors, Vec decay, std::int64_t row,
-                            std::int64_t row_end, std::int64_t width, const float* column_factors) {
+GDN_INLINE void update_band(Source source, Destination destination, const float* row_factors, Vec decay,
+                            std::int64_t row, std::int64_t row_end, std::int64_t width, const float* column_factors) {
   std::int64_t c = 0;
   for (; c + kStripVectors * kLanes <= width; c += kStripVectors * kLanes) {
     update_strip<kStripVectors>(source, destination, row_factors, decay, row, row_end, c, column_factors);
@@ -81,8 +82,8 @@ GDN_INLINE void update_band(Source source, Destination destination, const float*
 
 // M = decay M + row_factors column_factors^T over a tile of rows x width, the last band first.
 template <class Source, class Destination>
-void update(Source source, Destination destination, const float* row_factors, float decay, std::int64_t rows, std::int64_t width,
-            const float* column_factors) {
+void update(Source source, Destination destination, const float* row_factors, float decay, std::int64_t rows,
+            std::int64_t width, const float* column_factors) {
   const std::int64_t band = width <= kStripVectors * kLanes ? rows : kBandRows;
   for (std::int64_t row = (rows - 1) / band * band; row >= 0; row -= band) {
     update_band(source, destination, row_factors, set1(decay), row, min_of(row + band, rows), width, column_factors);

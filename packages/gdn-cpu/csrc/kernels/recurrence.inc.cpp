@@ -24,8 +24,8 @@
 namespace gdn::cpu::GDN_ISA {
 namespace {
 
-// Of several tokens: a tile that stays in the first-level cache, or with 32 wide registers one strip of whole rows, which
-// leaves the second level at the speed of the arithmetic.
+// Of several tokens: a tile that stays in the first-level cache, or with 32 wide registers one strip of whole rows,
+// which leaves the second level at the speed of the arithmetic.
 constexpr std::int64_t kTileColumns = kLanes == 16 ? 128 : 32;
 constexpr std::int64_t kChunkTokens = 64;
 
@@ -135,6 +135,7 @@ struct TilePass {
             .decay = block.decay[i],
             .beta = block.beta[i],
             .scale = p.scale,
+            .is_resident = t > 0,
             .key_dim = p.key_dim,
             .v_begin = v_begin,
             .v_end = v_end,
@@ -159,10 +160,12 @@ struct TilePass {
   }
 };
 
-// A sequence without tokens: the final state is the initial one.
+// A sequence without tokens: the final state is the initial one. In a pool that is updated in place, a slot that would
+// have started from zero stays as it is.
 template <class Layout, class State>
 void copy_head(const HeadTask& task) {
   if (task.destination == nullptr || task.destination == task.source) return;
+  if (task.source == nullptr && task.params.source == task.params.destination) return;
   const Tile<State> to = state_tile(Layout{}, static_cast<State*>(task.destination), task.params, task.v_begin);
   TilePass<Layout, State>{task, task.v_begin, task.v_end}.with_source(
       0, false, [&](auto from) { copy_state(Layout{}, task, from, to, task.v_end - task.v_begin); });

@@ -11,8 +11,8 @@
 namespace gdn::cpu::GDN_ISA {
 namespace {
 
-// kInBands: the processor's own prefetcher does not see through the order of the reads.
-template <int kVectors, bool kInBands, class Source>
+// kPrefetch: in bands, rows are read in an order that the processor's own prefetcher does not see through.
+template <int kVectors, bool kPrefetch, class Source>
 GDN_INLINE void accumulate_strip(Source tile, const float* k, const float* q, std::int64_t row, std::int64_t row_end,
                                  std::int64_t column, float* km, float* qm) {
   Vec k_sum[kVectors], q_sum[kVectors];
@@ -23,7 +23,7 @@ GDN_INLINE void accumulate_strip(Source tile, const float* k, const float* q, st
   }
   for (; row < row_end; ++row) {
     const auto m = row_of(tile, row);
-    if constexpr (kInBands) prefetch_columns(m, column, kVectors * kLanes);
+    if constexpr (kPrefetch) prefetch_columns(m, column, kVectors * kLanes);
     const Vec k_row = set1(k[row]), q_row = set1(q[row]);
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
@@ -54,36 +54,42 @@ GDN_INLINE void accumulate_tail(Source tile, const float* k, const float* q, std
 }
 
 // km and qm over rows [row, row_end), on top of what the rows before gave.
-template <bool kInBands, class Source>
+template <bool kPrefetch, class Source>
 GDN_INLINE void accumulate_band(Source tile, const float* k, const float* q, std::int64_t row, std::int64_t row_end,
                                 std::int64_t width, float* km, float* qm) {
   std::int64_t c = 0;
   for (; c + kStripVectors * kLanes <= width; c += kStripVectors * kLanes) {
-    accumulate_strip<kStripVectors, kInBands>(tile, k, q, row, row_end, c, km, qm);
+    accumulate_strip<kStripVectors, kPrefetch>(tile, k, q, row, row_end, c, km, qm);
   }
   if constexpr (kStripVectors > 4) {
     if (c + 4 * kLanes <= width) {
-      accumulate_strip<4, kInBands>(tile, k, q, row, row_end, c, km, qm);
+      accumulate_strip<4, kPrefetch>(tile, k, q, row, row_end, c, km, qm);
       c += 4 * kLanes;
     }
   }
   if (c + 2 * kLanes <= width) {
-    accumulate_strip<2, kInBands>(tile, k, q, row, row_end, c, km, qm);
+    accumulate_strip<2, kPrefetch>(tile, k, q, row, row_end, c, km, qm);
     c += 2 * kLanes;
   }
   if (c + kLanes <= width) {
-    accumulate_strip<1, kInBands>(tile, k, q, row, row_end, c, km, qm);
+    accumulate_strip<1, kPrefetch>(tile, k, q, row, row_end, c, km, qm);
     c += kLanes;
   }
   if (c < width) accumulate_tail(tile, k, q, row, row_end, c, width - c, km, qm);
 }
 
 template <class Source>
-void accumulate(Source tile, const float* k, const float* q, std::int64_t rows, std::int64_t width, float* km,
-                float* qm) {
-  if (width <= kStripVectors * kLanes) return accumulate_band<false>(tile, k, q, 0, rows, width, km, qm);
-  for (std::int64_t row = 0; row < rows; row += kBandRows) {
-    accumulate_band<true>(tile, k, q, row, min_of(row + kBandRows, rows), width, km, qm);
+void accumulate(Source tile, const Token& token, std::int64_t width, float* km, float* qm) {
+  const bool is_one_strip = width <= kStripVectors * kLanes;
+  const std::int64_t rows = token.key_dim;
+  const std::int64_t band = is_one_strip ? rows : kBandRows;
+  for (std::int64_t row = 0; row < rows; row += band) {
+    const std::int64_t row_end = min_of(row + band, rows);
+    if (is_one_strip || token.is_resident) {
+      accumulate_band<false>(tile, token.k, token.q, row, row_end, width, km, qm);
+    } else {
+      accumulate_band<true>(tile, token.k, token.q, row, row_end, width, km, qm);
+    }
   }
 }
 
@@ -97,7 +103,7 @@ void step(KFirst, const Token& token, Source source, Destination destination) {
     fill_zero(km, width);
     fill_zero(qm, width);
   } else {
-    accumulate(source, token.k, token.q, token.key_dim, width, km, qm);
+    accumulate(source, token, width, km, qm);
   }
   finish_columns(token, 0, width, km, qm, u);
   if constexpr (!kIsAbsent<Destination>) {

@@ -15,17 +15,17 @@ namespace {
 // Elements of the rows that are read, then updated, before the next ones: they stay in the nearest cache.
 constexpr std::int64_t kGroupElements = 4096;
 
-// The rows are read side by side, in an order that the processor's own prefetcher does not see through.
-template <class RowPointer>
-GDN_INLINE void multiply_rows(const RowPointer* rows, const float* k, const float* q, std::int64_t key_dim,
-                              float* km, float* qm) {
+// kPrefetch: the rows are read side by side, in an order that the processor's own prefetcher does not see through.
+template <bool kPrefetch, class RowPointer>
+GDN_INLINE void multiply_rows(const RowPointer* rows, const float* k, const float* q, std::int64_t key_dim, float* km,
+                              float* qm) {
   Vec sum[2 * kSumRows];
 #pragma GCC unroll 16
   for (int r = 0; r < 2 * kSumRows; ++r) sum[r] = zero();
   std::int64_t i = 0;
   for (; i + kLanes <= key_dim; i += kLanes) {
     const Vec k_part = load(k + i), q_part = load(q + i);
-    prefetch_columns(rows[0], i * kSumRows, kSumRows * kLanes);
+    if constexpr (kPrefetch) prefetch_columns(rows[0], i * kSumRows, kSumRows * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kSumRows; ++r) {
       const Vec x = in_register(load_columns(rows[r], i));
@@ -47,13 +47,16 @@ GDN_INLINE void multiply_rows(const RowPointer* rows, const float* k, const floa
 
 // km and qm of rows [0, count) of the tile.
 template <class Source>
-void multiply(Source tile, const float* k, const float* q, std::int64_t count, std::int64_t key_dim, float* km,
-              float* qm) {
+void multiply(Source tile, const Token& token, std::int64_t count, float* km, float* qm) {
   for (std::int64_t row = 0; row < count; row += kSumRows) {
     decltype(row_of(tile, 0)) rows[kSumRows];
     // A short last block repeats its last row, so that there is one code path and one order.
     for (int r = 0; r < kSumRows; ++r) rows[r] = row_of(tile, min_of(row + r, count - 1));
-    multiply_rows(rows, k, q, key_dim, km + row, qm + row);
+    if (token.is_resident) {
+      multiply_rows<false>(rows, token.k, token.q, token.key_dim, km + row, qm + row);
+    } else {
+      multiply_rows<true>(rows, token.k, token.q, token.key_dim, km + row, qm + row);
+    }
   }
 }
 
@@ -71,7 +74,7 @@ void step(VFirst, const Token& token, Source source, Destination destination) {
       fill_zero(km, count);
       fill_zero(qm, count);
     } else {
-      multiply(from, token.k, token.q, count, token.key_dim, km, qm);
+      multiply(from, token, count, km, qm);
     }
     finish_columns(token, row, count, km, qm, u);
     if constexpr (!kIsAbsent<Destination>) {

@@ -16,6 +16,7 @@ struct Token {
   float decay;
   float beta;
   float scale;
+  bool is_resident;  // the state is the fp32 scratch, in the cache since the token before
   std::int64_t key_dim;
   std::int64_t v_begin, v_end;  // the columns of this tile
   DType v_dtype, out_dtype;

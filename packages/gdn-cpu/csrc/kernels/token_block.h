@@ -45,8 +45,7 @@ GDN_INLINE std::int64_t block_tokens(std::int64_t key_dim) {
 }
 
 template <class AnyOperand>
-GDN_INLINE std::int64_t element_index(const AnyOperand& x, std::int64_t batch, std::int64_t token,
-                                      std::int64_t head) {
+GDN_INLINE std::int64_t element_index(const AnyOperand& x, std::int64_t batch, std::int64_t token, std::int64_t head) {
   return batch * x.batch_stride + token * x.token_stride + head * x.head_stride;
 }
 

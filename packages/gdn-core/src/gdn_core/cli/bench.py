@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vs", default="", metavar="PEERS", help=f"other libraries to time: {','.join(NAMES)}")
     parser.add_argument("--backend", action="append", metavar="NAME", help="only this backend; may be given again")
     parser.add_argument("--threads", default="1,all", metavar="N,...", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: %(default)s")
+    parser.add_argument("--rounds", type=output.positive, default=20, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--shape", default="16,32,128,128", metavar="H,HV,K,V", help="heads and head dims (default: %(default)s)"
     )
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     host_cost = _host_cost_us(args.rounds) if "decode" in ops else None
     for threads, limit in machine.items():
         console.print(
-            f"Limits at {_threads(threads)}: {limit.cold_gb_s:.1f} GB/s updating memory in place, "
+            f"Limits at {output.count(threads, 'thread')}: {limit.cold_gb_s:.1f} GB/s updating memory in place, "
             f"{limit.gflop_s:.0f} GFLOP/s in fp32 matrix products."
         )
     if host_cost is not None:
@@ -142,7 +142,7 @@ def _run_at(
     rows: list[Row] = []
     with output.steps(len(ops)) as steps:
         for op in ops:
-            steps.step(f"{op}, {_threads(threads)}", "building inputs")
+            steps.step(f"{op}, {output.count(threads, 'thread')}", "building inputs")
             for workload in workloads(op, sizes, peers, full=args.full):
                 steps.detail(workload.label)
                 rows += _measure(workload, threads, backends, args.rounds)
@@ -214,7 +214,7 @@ def _host_cost_us(rounds: int) -> float | None:
 
 def _table(rows: Sequence[Row], threads: int) -> Table:
     columns = ("us", "10-90 %", "rate", "of limit", "x gdn", "error")
-    table = output.table(_threads(threads).capitalize(), "", "contender", *columns, right=columns)
+    table = output.table(output.count(threads, "thread"), "", "contender", *columns, right=columns)
     fastest_of_ours: dict[tuple[str, str], float] = {}
     for row in rows:
         if row.timing is not None and row.contender not in NAMES:
@@ -240,10 +240,6 @@ def _table(rows: Sequence[Row], threads: int) -> Table:
             f"{row.error:.0e}",
         )
     return table
-
-
-def _threads(number: int) -> str:
-    return f"{number} thread{'s' if number > 1 else ''}"
 
 
 def _us(seconds: float) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 import gdn_core
 
 from ..testing import inputs, relative_error, to_float64
+from . import output
 from .machine import COLD_BYTES, Limits, update_gb_s
 from .peers import Peers
 
@@ -210,7 +211,7 @@ def _gating(sizes: Sizes, peers: Peers, full: bool) -> Iterator[Workload]:
         yield Workload(
             op="gating",
             function="fused_gdn_gating",
-            label=f"{tokens} tokens",
+            label=output.count(tokens, "token"),
             work=values * (2 + 2 + 4 + 4) / 2,
             unit="GB/s",
             limit=_bytes_limit(values * 12),
@@ -233,7 +234,7 @@ def _norm(sizes: Sizes, peers: Peers, full: bool) -> Iterator[Workload]:
         yield Workload(
             op="norm",
             function="rms_norm_gated",
-            label=f"{tokens} tokens",
+            label=output.count(tokens, "token"),
             work=num_bytes / 2,
             unit="GB/s",
             limit=_bytes_limit(num_bytes),
@@ -275,7 +276,7 @@ def _conv_prefill(sizes: Sizes, peers: Peers, tokens: int) -> Workload:
     return Workload(
         op="conv",
         function="causal_conv1d_fn",
-        label=f"{tokens} tokens",
+        label=output.count(tokens, "token"),
         work=x.nbytes,
         unit="GB/s",
         limit=_bytes_limit(2 * x.nbytes),

@@ -36,12 +36,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="PATH_OR_ID", help="a real checkpoint instead of the seeded model")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--prompt-tokens", type=_positive, default=512, metavar="N", help="default: %(default)s")
-    parser.add_argument("--new-tokens", type=_positive, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--prompt-tokens", type=output.positive, default=512, metavar="N", help="default: %(default)s")
+    parser.add_argument("--new-tokens", type=output.positive, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--rounds", type=_positive, default=3, metavar="N", help="timed runs each, in turn (default: 3)"
+        "--rounds", type=output.positive, default=3, metavar="N", help="timed runs each, in turn (default: 3)"
     )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="default: torch's own choice")
+    parser.add_argument("--threads", type=output.positive, metavar="N", help="default: torch's own choice")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random weights (default: 0)")
     parser.add_argument("--json", metavar="FILE", help='also write the results as JSON ("-": to stdout)')
 
@@ -57,13 +57,6 @@ def run(args: argparse.Namespace, shape: demo_model.Shape | None = None) -> int:
             return _run(args, shape or demo_model.Shape())
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CommandError("out of memory; use fewer --prompt-tokens or a smaller model") from error
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
-    return value
 
 
 @dataclass
@@ -195,12 +188,13 @@ def _describe(model: Any, layers: Sequence[Any], args: argparse.Namespace) -> st
     layer, config = layers[0], model.config.get_text_config()
     name = f"{args.model} ({config.model_type})" if args.model else "Random weights in Qwen3.5's architecture"
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    threads, runs = output.count(torch.get_num_threads(), "thread"), output.count(args.rounds, "run")
     return (
         f"{name}: {parameters / 1e6:.0f} M parameters, hidden {config.hidden_size}\n"
         f"{config.num_hidden_layers} layers, {len(layers)} of them Gated DeltaNet: {layer.num_k_heads} key heads, "
         f"{layer.num_v_heads} value heads, K = {layer.head_k_dim}, V = {layer.head_v_dim}\n"
-        f"{args.dtype}, {torch.get_num_threads()} threads; prompt {args.prompt_tokens} tokens, {args.new_tokens} new, "
-        f"greedy; medians of {args.rounds} runs each, in turn"
+        f"{args.dtype}, {threads}; prompt {args.prompt_tokens} tokens, {args.new_tokens} new, greedy; "
+        f"medians of {runs} each, in turn"
     )
 
 
@@ -241,8 +235,9 @@ def _timing_table(before: dict[str, dict[str, float]], after: dict[str, dict[str
 
 
 def _operations_table(calls: dict[str, Calls], misplaced: Sequence[str]) -> Table:
-    columns = ("calls a prefill", "calls a token")
-    table = output.table("Operations", "operation", "backend", *columns, "", right=columns)
+    columns = ("prefill", "token")
+    title = "Operations, and their calls in one prefill and for one decoded token"
+    table = output.table(title, "operation", "backend", *columns, "", right=columns)
     levels = {backend.name: backend.level for backend in gdn_core.backends()}
     for row in _operations(calls):
         op, backend = row["op"], row["backend"]
@@ -254,13 +249,14 @@ def _operations_table(calls: dict[str, Calls], misplaced: Sequence[str]) -> Tabl
 
 
 def _verdict(result: Comparison, dtype: torch.dtype) -> str:
-    lines = [f"Greedy tokens: {result.equal_tokens} of {result.tokens} equal before the first difference."]
-    if dtype != torch.float32 and result.equal_tokens < result.tokens:
-        differing = result.tokens - result.equal_choices
+    first = "" if result.equal_tokens == result.tokens else " before the first difference"
+    lines = [f"Greedy tokens: {result.equal_tokens} of {result.tokens} equal{first}."]
+    differing = result.tokens - result.equal_choices
+    if dtype != torch.float32 and differing:
         lines.append(
-            f"Along the same tokens: {result.equal_choices} of {result.tokens} choices equal. Of the {differing} that "
-            f"differ, {result.open_choices} are within rounding\n(the two best logits are {result.worst_gap:.3g} apart, "
-            f"rounding explains up to {result.worst_gap_rounding:.3g})."
+            f"Along the same tokens: {result.equal_choices} of {result.tokens} choices equal, {differing} different, "
+            f"{result.open_choices} of these within rounding:\nthe two best logits are {result.worst_gap:.3g} apart, "
+            f"rounding explains up to {result.worst_gap_rounding:.3g}."
         )
     lines.append(f"Largest difference of a logit: {result.logit_difference:.2g}.")
     if result.distance_before is not None and result.distance_after is not None:

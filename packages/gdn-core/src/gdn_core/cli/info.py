@@ -92,7 +92,7 @@ def _operation(op: str, device: str) -> dict[str, Any]:
 
 def _show(facts: dict[str, Any], console: Console) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
-    console.print(f"[bold]{facts['system']}[/], {facts['cpu']}, {facts['threads']} threads")
+    console.print(f"[bold]{facts['system']}[/], {facts['cpu']}, {output.count(facts['threads'], 'thread')}")
     console.print(f"python {facts['python']}, {versions}\n", markup=False)
     _show_backends(facts, console)
     _show_levels(facts, console)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -35,6 +36,19 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     for column in columns:
         result.add_column(column, justify="right" if column in right else "left", no_wrap=column in right)
     return result
+
+
+def positive(text: str) -> int:
+    """Parse the value of an option that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 thread", "2 threads"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Steps:

@@ -33,7 +33,8 @@ GDN_INLINE float first_lane(Vec x) { return _mm512_cvtss_f32(x.v); }
 
 // One permutation puts the words into the high halves and zeros into the low ones.
 GDN_INLINE Vec widen(__m256i bits, BFloat16) {
-  const __m512i word_of = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
+  const __m512i word_of =
+      _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
   return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, word_of, _mm512_castsi256_si512(bits)))};
 }
 GDN_INLINE Vec widen(__m256i bits, Float16) { return {_mm512_cvtph_ps(bits)}; }
@@ -49,7 +50,8 @@ GDN_INLINE __m512i round_to_bfloat16(Vec x) {
 GDN_INLINE __m512i high_halves(__m512i a, __m512i b) {
   const __m512i lane = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   // Words 2 i + 1 and 2 i + 3 of the concatenation, for dword i of the result.
-  const __m512i word_pairs = _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(0x20002)), _mm512_set1_epi32(0x30001));
+  const __m512i word_pairs =
+      _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(0x20002)), _mm512_set1_epi32(0x30001));
   return _mm512_permutex2var_epi16(a, word_pairs, b);
 }
 GDN_INLINE __m256i narrow(Vec x, BFloat16) {
@@ -94,18 +96,14 @@ GDN_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 GDN_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 GDN_INLINE Vec abs(Vec a) { return {_mm512_andnot_ps(_mm512_set1_ps(-0.0f), a.v)}; }
 GDN_INLINE Vec neg(Vec a) { return {_mm512_xor_ps(_mm512_set1_ps(-0.0f), a.v)}; }
-GDN_INLINE Vec round(Vec a) {
-  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
-}
+GDN_INLINE Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
 // x * 2^n for integral n, rounded once.
 GDN_INLINE Vec scale_by_power_of_two(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 
 GDN_INLINE Mask less(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
 GDN_INLINE Mask either(Mask a, Mask b) { return {static_cast<__mmask16>(a.m | b.m)}; }
-GDN_INLINE Vec select(Mask m, Vec if_true, Vec if_false) {
-  return {_mm512_mask_blend_ps(m.m, if_false.v, if_true.v)};
-}
+GDN_INLINE Vec select(Mask m, Vec if_true, Vec if_false) { return {_mm512_mask_blend_ps(m.m, if_false.v, if_true.v)}; }
 GDN_INLINE unsigned lane_bits(Mask m) { return m.m; }
 
 GDN_INLINE float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
@@ -122,7 +120,8 @@ GDN_INLINE double dot_double(const float* a, const float* b, std::int64_t n) {
   __m512d sum0 = _mm512_setzero_pd(), sum1 = _mm512_setzero_pd();
   for (std::int64_t i = 0; i < n; i += 16) {
     sum0 = _mm512_fmadd_pd(_mm512_cvtps_pd(_mm256_loadu_ps(a + i)), _mm512_cvtps_pd(_mm256_loadu_ps(b + i)), sum0);
-    sum1 = _mm512_fmadd_pd(_mm512_cvtps_pd(_mm256_loadu_ps(a + i + 8)), _mm512_cvtps_pd(_mm256_loadu_ps(b + i + 8)), sum1);
+    sum1 =
+        _mm512_fmadd_pd(_mm512_cvtps_pd(_mm256_loadu_ps(a + i + 8)), _mm512_cvtps_pd(_mm256_loadu_ps(b + i + 8)), sum1);
   }
   const __m512d sum = _mm512_add_pd(sum0, sum1);
   const __m256d half = _mm256_add_pd(_mm512_castpd512_pd256(sum), _mm512_extractf64x4_pd(sum, 1));

@@ -75,11 +75,10 @@ inline __attribute__((always_inline)) Float16 from_float<Float16>(float x) {
   if (magnitude >= 0x47800000u) return {static_cast<std::uint16_t>(sign | 0x7c00u)};  // 65536 and above, inf
   // Drop `shift` bits of the mantissa, to nearest, ties to even. Carries run into the exponent, up to infinity.
   const std::uint32_t exponent = magnitude >> 23;
-  const bool is_normal = exponent >= 113;  // 2^-14
+  const bool is_normal = exponent >= 113;                         // 2^-14
   if (exponent < 102) return {static_cast<std::uint16_t>(sign)};  // below half the smallest subnormal
   const std::uint32_t shift = is_normal ? 13u : 126u - exponent;
-  const std::uint32_t value =
-      is_normal ? magnitude - (112u << 23) : ((magnitude & 0x7fffffu) | 0x800000u);
+  const std::uint32_t value = is_normal ? magnitude - (112u << 23) : ((magnitude & 0x7fffffu) | 0x800000u);
   const std::uint32_t rounded = value + ((1u << (shift - 1)) - 1u) + ((value >> shift) & 1u);
   return {static_cast<std::uint16_t>(sign | (rounded >> shift))};
 }

@@ -87,9 +87,7 @@ GDN_INLINE float reduce_add(Vec x) {
 }
 
 // Lane j is the sum of all lanes of x[j], each by the same tree.
-GDN_INLINE Vec sum_lanes(const Vec* x) {
-  return {vpaddq_f32(vpaddq_f32(x[0].v, x[1].v), vpaddq_f32(x[2].v, x[3].v))};
-}
+GDN_INLINE Vec sum_lanes(const Vec* x) { return {vpaddq_f32(vpaddq_f32(x[0].v, x[1].v), vpaddq_f32(x[2].v, x[3].v))}; }
 
 }  // namespace
 }  // namespace gdn::cpu::GDN_ISA

@@ -19,8 +19,8 @@ struct Mask {
 };
 
 // Applies an expression of lane i to every lane.
-#define GDN_LANEWISE(result, expression)               \
-  result out;                                          \
+#define GDN_LANEWISE(result, expression)                \
+  result out;                                           \
   for (std::int64_t i = 0; i < kLanes; ++i) expression; \
   return out
 

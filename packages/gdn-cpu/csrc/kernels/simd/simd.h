@@ -89,8 +89,8 @@ GDN_INLINE Vec in_register(Vec x) {
   return x;
 }
 
-// How far ahead of its use memory that is not read in order is asked for, into the second-level cache. Far enough for the
-// latency of memory at the kernels' speed; asking for the first level was slower.
+// How far ahead of its use memory that is not read in order is asked for, into the second-level cache. Far enough for
+// the latency of memory at the kernels' speed; asking for the first level was slower.
 constexpr std::uintptr_t kPrefetchBytes = 16384;
 constexpr std::int64_t kCacheLine = 64;
 
