@@ -29,7 +29,7 @@ function(gdn_add_python_module package)
   # The root build has a module of this name in each package.
   set(target ${package}_C)
   nanobind_add_module(${target}
-    BACKEND_MODULE nanobind_backend NB_DOMAIN gdn FREE_THREADED NB_SUPPRESS_WARNINGS ${ARGN})
+    BACKEND_MODULE nanobind_backend NB_DOMAIN gdn FREE_THREADED NOMINSIZE NB_SUPPRESS_WARNINGS ${ARGN})
   set_target_properties(${target} PROPERTIES OUTPUT_NAME _C)
   gdn_target_defaults(${target})
   target_link_libraries(${target} PRIVATE gdn_abi)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 from contract_calls import FLOATS, THREADS, agree, call, same_bits, untouched
 from gdn_core.testing import inputs, oracle, relative_error, to_float64, tolerance
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from contract_calls import DECODE, RULES, THREADS, call, same_bits, sequence_error
 from gdn_core.testing import clone, inputs, relative_error
 
@@ -50,7 +51,7 @@ def test_decode_rows_in_any_batch_at_any_thread_count(native_impl, shape, state_
 @pytest.mark.parametrize("state_v_first", [False, True])
 @pytest.mark.parametrize("op", [DECODE, *RULES])
 def test_a_head_does_not_depend_on_the_others(native_impl, op, shape, state_v_first):
-    H, HV, K, V = shape
+    H, HV, *_ = shape
     group = HV // H
     if op == DECODE:
         arguments, _ = inputs.decode_arguments((1, 3), *shape, state_v_first=state_v_first)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 from contract_calls import DECODE, RULES, agree, call, same_bits
 from gdn_core.testing import clone, inputs, oracle, relative_error, to_float64
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 from contract_calls import DECODE, FLOATS, RULES, agree, call, untouched
 from gdn_core.testing import clone, inputs, oracle, relative_error, to_float64, tolerance
 

@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from contract_calls import FLOATS, THREADS, agree, call, same_bits, untouched
-from gdn_core.testing import inputs, oracle, relative_error, to_float64, tolerance
 
 import gdn_core
+from contract_calls import FLOATS, THREADS, agree, call, same_bits, untouched
+from gdn_core.testing import inputs, oracle, relative_error, to_float64, tolerance
 
 OP = "rms_norm_gated"
 SIZES = (1, 3, 16, 48, 64, 80, 96, 128, 256, 300)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 from contract_calls import DECODE, RULES, agree, call, check_decode, check_sequences, same_bits, sequences, untouched
 from gdn_core.testing import clone, guarded_pool, inputs, oracle, relative_error, to_float64
 

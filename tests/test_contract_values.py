@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+
 from contract_calls import (
     DECODE,
     FLOATS,

@@ -7,13 +7,17 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """One fault: in `file` of gdn_core `old`, which occurs there once, becomes `new`; `pytest -k tests` should fail."""
+    """One fault: in `file` of gdn_core `old`, which occurs there once, becomes `new`; `pytest -k tests` should fail.
+
+    `within` is the file below tests/ that has those tests, where it is none of the reference's own.
+    """
 
     name: str
     file: str
     old: str
     new: str
     tests: str
+    within: str = ""
 
 
 COMMON = "reference/_common.py"
@@ -24,6 +28,8 @@ SPECULATIVE = "reference/speculative.py"
 CONVOLUTION = "reference/convolution.py"
 NORM = "reference/norm.py"
 FUSED = "reference/fused.py"
+
+ERRORS = "test_errors.py"
 
 MUTANTS = (
     # --- gates --------------------------------------------------------------------------------------------------------
@@ -95,14 +101,14 @@ MUTANTS = (
         "(x * x).sum(-1, keepdim=True) +",
         "(x * x).mean(-1, keepdim=True) +",
         "test_rule_batched",
-    ),  # fmt: skip
+    ),
     Mutant(
         "k not normalised",
         RECURRENT,
         "q, k = l2_normalize(q), l2_normalize(k)",
         "q = l2_normalize(q)",
         "test_rule_batched",
-    ),  # fmt: skip
+    ),
     Mutant(
         "q and k normalised in the activation dtype",
         RECURRENT,
@@ -120,10 +126,10 @@ MUTANTS = (
         "beta = beta.sigmoid()",
         "beta = beta.sigmoid().sigmoid()",
         "test_rule_options",
-    ),  # fmt: skip
+    ),
     Mutant(
         "sigmoid of beta left out", RECURRENT, "beta = beta.sigmoid()", "beta = beta.clamp(0, 1)", "test_rule_options"
-    ),  # fmt: skip
+    ),
     Mutant(
         "beta doubled before the sigmoid",
         RECURRENT,
@@ -137,24 +143,24 @@ MUTANTS = (
         "return 2 * beta if allow_neg_eigval else beta",
         "return beta",
         "test_rule_options",
-    ),  # fmt: skip
+    ),
     Mutant(
         "beta of None counts as 0", RECURRENT, "torch.ones_like(like)", "torch.zeros_like(like)", "test_recurrent_gates"
-    ),  # fmt: skip
+    ),
     Mutant(
         "g of None decays",
         RECURRENT,
         "v.new_zeros(B * T, HV, dtype=dtype)",
         "v.new_full((B * T, HV), -1, dtype=dtype)",
         "test_recurrent_gates",
-    ),  # fmt: skip
+    ),
     Mutant(
         "use_gate_in_kernel ignored",
         RECURRENT,
         "if use_gate_in_kernel and A_log is not None:",
         "if use_gate_in_kernel and A_log is None:",
         "test_recurrent_gates",
-    ),  # fmt: skip
+    ),
     # --- the recurrence -----------------------------------------------------------------------------------------------
     Mutant(
         "decay after the prediction",
@@ -179,7 +185,7 @@ MUTANTS = (
         "o = scale * apply_state",
         "o = scale * scale * apply_state",
         "test_rule_batched",
-    ),  # fmt: skip
+    ),
     Mutant(
         "scale ignored in the recurrence",
         RECURRENT,
@@ -202,12 +208,22 @@ MUTANTS = (
         "test_a_scale_of_zero",
     ),
     Mutant(
+        "a half-precision state rounded after every token",
+        RECURRENT,
+        "K**-0.5 if scale is None else scale, state)\n    states.store",
+        "K**-0.5 if scale is None else scale, state,\n"
+        "        lambda t, rows, state, u: state.copy_(state.to(initial_state_source.dtype)))\n"
+        "    states.store",
+        "test_a_half_precision_state",
+        "test_contract_values.py",
+    ),
+    Mutant(
         "a reset keeps a NaN state",
         RECURRENT,
         "torch.where(decay == 0, 0, state) * decay",
         "state * decay",
         "test_hard_reset",
-    ),  # fmt: skip
+    ),
     Mutant(
         "state rounded between tokens",
         RECURRENT,
@@ -250,17 +266,17 @@ MUTANTS = (
         "return result.to(dtype) if out is None else out.copy_(result)",
         "return result.to(dtype)",
         "test_rule_out",
-    ),  # fmt: skip
+    ),
     Mutant(
         "result rounded before it reaches out", COMMON, "out.copy_(result)", "out.copy_(result.to(dtype))", "test_norm"
-    ),  # fmt: skip
+    ),
     Mutant(
         "null_slot ignored",
         COMMON,
         "return live if null_slot is None else live & (slots != null_slot)",
         "return live",
         "test_rule_on_a_pool",
-    ),  # fmt: skip
+    ),
     Mutant("slot 0 always padding", COMMON, "(slots >= 0) &", "(slots > 0) &", "test_decode_padding"),
     Mutant(
         "negative slots clamped to slot 0",
@@ -296,7 +312,7 @@ MUTANTS = (
         "pool.index_select(0, slots).to(dtype)",
         "pool.index_select(0, slots).bfloat16().to(dtype)",
         "test_decode",
-    ),  # fmt: skip
+    ),
     Mutant(
         "last sequence of cu_seqlens dropped",
         COMMON,
@@ -317,14 +333,14 @@ MUTANTS = (
         "pieces.new_zeros(like.shape)",
         "pieces.new_ones(like.shape)",
         "test_rule_on_a_pool",
-    ),  # fmt: skip
+    ),
     Mutant(
         "tail of a chunk not zeroed",
         COMMON,
         "return torch.where(valid, picked, 0)",
         "return picked",
         "test_rule_packed",
-    ),  # fmt: skip
+    ),
     Mutant(
         "a fresh sequence reads its slot and multiplies by 0",
         COMMON,
@@ -373,8 +389,15 @@ MUTANTS = (
         "if not output_final_state:",
         "if not output_final_state and self._source is None:",
         "test_rule_options",
-    ),  # fmt: skip
+    ),
     # --- chunks -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "cu_seqlens ignored in chunks",
+        CHUNK,
+        "bounds = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu",
+        "bounds = None",
+        "test_rule_packed",
+    ),
     Mutant("chunks of 32 tokens", CHUNK, "CHUNK_SIZE = 64", "CHUNK_SIZE = 32", "test_chunk_states"),
     Mutant(
         "chunk state taken after the chunk",
@@ -388,14 +411,14 @@ MUTANTS = (
     ),
     Mutant(
         "chunk states all at the first", CHUNK, "take(first, rows) + number", "take(first, rows)", "test_chunk_states"
-    ),  # fmt: skip
+    ),
     Mutant(
         "chunk states not transposed",
         CHUNK,
         "chunk_states.mT if state_v_first else chunk_states",
         "chunk_states",
         "test_chunk_states",
-    ),  # fmt: skip
+    ),
     Mutant(
         "decays masked after the exp",
         CHUNK,
@@ -403,7 +426,7 @@ MUTANTS = (
         "exp().masked_fill(~reach, 0)",
         "test_gradients_with_strong_decays",
     ),
-    Mutant("sums of g in fp32", CHUNK, "0, g).double().cumsum(-1)", "0, g).cumsum(-1)", "test_rule_extreme_decays"),
+    Mutant("sums of g in fp32", CHUNK, "0, g).double().cumsum(-1)", "0, g).cumsum(-1)", "test_sums_of_log_decays"),
     Mutant(
         "sums of g without the token's own",
         CHUNK,
@@ -417,73 +440,73 @@ MUTANTS = (
         "start = G.masked_fill(~from_start, -torch.inf).exp()",
         "start = G.masked_fill(~from_start, -torch.inf).exp2()",
         "test_rule_batched",
-    ),  # fmt: skip
+    ),
     Mutant(
         "a chunk's output misses its own token",
         CHUNK,
         "torch.where(decays.reach, (q @ k.mT) * decays.between, 0)",
         "torch.where(decays.reach, (q @ k.mT) * decays.between, 0).tril(-1)",
         "test_rule_batched",
-    ),  # fmt: skip
+    ),
     Mutant(
         "a chunk's state passes a reset",
         CHUNK,
         "from_start = resets == 0",
         "from_start = resets >= 0",
         "test_hard_reset",
-    ),  # fmt: skip
+    ),
     Mutant(
         "state not decayed over a chunk",
         CHUNK,
         "decays.start[..., -1:, :] * state, 0)",
         "state, 0)",
         "test_rule_batched",
-    ),  # fmt: skip
+    ),
     Mutant(
         "keys not decayed to the end of a chunk",
         CHUNK,
         "(k * decays.between[..., -1, :, None]).mT",
         "k.mT",
         "test_rule_batched",
-    ),  # fmt: skip
+    ),
     Mutant(
         "a NaN becomes a number in a chunk",
         CHUNK,
         "o = torch.where(is_spoiled, torch.nan, o)",
         "o = o + 0",
         "test_a_bad_token",
-    ),  # fmt: skip
+    ),
     Mutant(
         "a NaN token reaches earlier tokens", CHUNK, "u = torch.where(spoils, 0, u)", "u = u + 0", "test_later_tokens"
-    ),  # fmt: skip
+    ),
     Mutant(
         "an infinite key passes a reset",
         CHUNK,
         "k = torch.where(is_bad[..., None], 0, k)",
         "k = k + 0",
         "test_hard_reset",
-    ),  # fmt: skip
+    ),
     Mutant(
         "scale ignored in chunks",
         CHUNK,
         "scale = q.shape[-1] ** -0.5 if scale is None else scale",
         "scale = q.shape[-1] ** -0.5",
         "test_rule_options",
-    ),  # fmt: skip
+    ),
     Mutant(
         "allow_neg_eigval ignored in chunks",
         CHUNK,
         "use_beta_sigmoid_in_kernel, allow_neg_eigval)",
         "use_beta_sigmoid_in_kernel, False)",
         "test_rule_options",
-    ),  # fmt: skip
+    ),
     Mutant(
         "gradient cut in a chunk's solve",
         CHUNK,
         "solve_triangular(A, rhs",
         "solve_triangular(A.detach(), rhs",
         "test_rule_gradients",
-    ),  # fmt: skip
+    ),
     # --- speculative decode -------------------------------------------------------------------------------------------
     Mutant(
         "resumes one column too late",
@@ -498,7 +521,7 @@ MUTANTS = (
         "to(torch.int64).clamp(min=1)",
         "to(torch.int64)",
         "test_several_slots",
-    ),  # fmt: skip
+    ),
     Mutant(
         "num_accepted_tokens of None counts as all",
         SPECULATIVE,
@@ -512,14 +535,14 @@ MUTANTS = (
         "slots = take(table, rows)[:, t]",
         "slots = take(table, rows)[:, t - 1]",
         "test_several_slots",
-    ),  # fmt: skip
+    ),
     Mutant(
         "a padding column writes slot 0",
         SPECULATIVE,
         "slots = take(table, rows)[:, t]",
         "slots = take(table, rows)[:, t].clamp(min=0)",
         "test_several_slots_padding",
-    ),  # fmt: skip
+    ),
     Mutant(
         "padding judged by the first column",
         SPECULATIVE,
@@ -549,14 +572,14 @@ MUTANTS = (
         "for i in range(num_columns):",
         "for i in reversed(range(num_columns)):",
         "test_replay",
-    ),  # fmt: skip
+    ),
     Mutant(
         "replay without the decay",
         SPECULATIVE,
         "state = decay_state(state, records.decay[slots, i].to(state.dtype))",
         "state = state + 0",
         "test_replay",
-    ),  # fmt: skip
+    ),
     Mutant("replayed keys not normalised", SPECULATIVE, "l2_normalize(k) if normalize else k", "k", "test_replay"),
     Mutant(
         "records hold normalised keys",
@@ -567,7 +590,7 @@ MUTANTS = (
     ),
     Mutant(
         "recorded u rounded", SPECULATIVE, "u.to(records.u.dtype)", "u.bfloat16().to(records.u.dtype)", "test_replay"
-    ),  # fmt: skip
+    ),
     Mutant(
         "live keeps the longest row",
         SPECULATIVE,
@@ -581,7 +604,7 @@ MUTANTS = (
         "    store_states(pool, slots, state, state_v_first)\n\n",
         "",
         "test_replay",
-    ),  # fmt: skip
+    ),
     Mutant(
         "new tokens run from the unrounded state",
         SPECULATIVE,
@@ -633,14 +656,14 @@ MUTANTS = (
         "y if activation is None else F.silu(y)",
         "F.silu(y)",
         "test_conv_batched",
-    ),  # fmt: skip
+    ),
     Mutant(
         "swish unknown to the convolution",
         CONVOLUTION,
         "y if activation is None else",
         'y if activation != "silu" else',
         "test_conv_batched",
-    ),  # fmt: skip
+    ),
     Mutant(
         "convolution accumulated in the activation dtype",
         CONVOLUTION,
@@ -657,7 +680,7 @@ MUTANTS = (
         "pieces.lengths, W - 1).mT\n",
         "pieces.lengths, W - 1).flip(1).mT\n",
         "test_conv",
-    ),  # fmt: skip
+    ),
     Mutant(
         "state holds outputs instead of inputs",
         CONVOLUTION,
@@ -685,14 +708,14 @@ MUTANTS = (
         "segments[:, j : j + L] == seq_idx",
         "segments[:, j : j + L] >= -1",
         "test_conv_segments",
-    ),  # fmt: skip
+    ),
     Mutant(
         "tokens of no segment not zeroed",
         CONVOLUTION,
         "torch.where(seq_idx[..., None] >= 0, activate(y, activation), 0)",
         "activate(y, activation)",
         "test_conv_segments",
-    ),  # fmt: skip
+    ),
     Mutant(
         "a fresh convolution reads its slot and multiplies by 0",
         CONVOLUTION,
@@ -713,7 +736,7 @@ MUTANTS = (
         "deliver(final_states, final_states_out, x.dtype)",
         "deliver(final_states, None, x.dtype)",
         "test_conv_batched",
-    ),  # fmt: skip
+    ),
     Mutant(
         "null_slot ignored by the convolution",
         CONVOLUTION,
@@ -741,42 +764,42 @@ MUTANTS = (
         "columns_from(state, accepted - 1, W - 1)",
         "columns_from(state, accepted.clamp(max=state.shape[1] - W + 1), W - 1)",
         "test_conv_update_accepted",
-    ),  # fmt: skip
+    ),
     Mutant(
         "history not shifted",
         CONVOLUTION,
         "torch.cat([history[:, 1:], x], dim=1)",
         "torch.cat([history[:, :-1], x], dim=1)",
         "test_conv_update_accepted",
-    ),  # fmt: skip
+    ),
     Mutant(
         "history from the first columns",
         CONVOLUTION,
         "history = state[:, state_len - (W - 1) :]",
         "history = state[:, : W - 1]",
         "test_conv_update_shifts",
-    ),  # fmt: skip
+    ),
     Mutant(
         "ragged rows shifted by the longest",
         CONVOLUTION,
         "torch.cat([state, x], dim=1), lengths, state_len)",
         "torch.cat([state, x], dim=1), torch.full_like(lengths, x.shape[1]), state_len)",
         "test_conv_update_ragged",
-    ),  # fmt: skip
+    ),
     Mutant(
         "ring read one column late",
         CONVOLUTION,
         "torch.arange(1 - W, 0,",
         "torch.arange(2 - W, 1,",
         "test_conv_update_ring",
-    ),  # fmt: skip
+    ),
     Mutant(
         "ring written one column late",
         CONVOLUTION,
         "torch.arange(first, num_tokens,",
         "torch.arange(first + 1, num_tokens + 1,",
         "test_conv_update_ring",
-    ),  # fmt: skip
+    ),
     # --- gated norm and fused decode ----------------------------------------------------------------------------------
     Mutant(
         "gate before the norm",
@@ -794,14 +817,14 @@ MUTANTS = (
         "torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)",
         "(torch.rsqrt((x * x).mean(-1, keepdim=True)) + eps)",
         "test_norm",
-    ),  # fmt: skip
+    ),
     Mutant(
         "mean over 128 elements whatever their number",
         NORM,
         "(x * x).mean(-1, keepdim=True)",
         "((x * x).sum(-1, keepdim=True) / 128)",
         "test_norm",
-    ),  # fmt: skip
+    ),
     Mutant("weight counts from 1", NORM, "y = y * weight", "y = y * (1 + weight)", "test_norm"),
     Mutant(
         "output gate always silu",
@@ -809,7 +832,7 @@ MUTANTS = (
         'gate.sigmoid() if activation == "sigmoid" else F.silu(gate)',
         "F.silu(gate)",
         "test_norm",
-    ),  # fmt: skip
+    ),
     Mutant("swish taken for a sigmoid", NORM, 'activation == "sigmoid"', 'activation != "silu"', "test_norm"),
     Mutant(
         "norm in the activation dtype",
@@ -817,35 +840,35 @@ MUTANTS = (
         "gated_norm(x.to(dtype), gate.to(dtype), weight.to(dtype),",
         "gated_norm(x, gate, weight.to(x.dtype),",
         "test_norm",
-    ),  # fmt: skip
+    ),
     Mutant(
         "no gradient through the mean square",
         NORM,
         "torch.rsqrt((x * x)",
         "torch.rsqrt((x * x).detach()",
         "test_other_gradients",
-    ),  # fmt: skip
+    ),
     Mutant(
         "q and k swapped in mixed_qkv",
         FUSED,
         "q, k, v = mixed_qkv.split(",
         "k, q, v = mixed_qkv.split(",
         "test_fused_decode",
-    ),  # fmt: skip
+    ),
     Mutant(
         "head_k_dim ignored",
         FUSED,
         "key_channels // head_k_dim if",
         "key_channels // 128 if",
         "test_fused_decode_is_its_steps",
-    ),  # fmt: skip
+    ),
     Mutant(
         "o rounded before the norm",
         FUSED,
         "y = gated_norm(outputs,",
         "y = gated_norm(outputs.to(dtype).to(outputs.dtype),",
         "test_fused_decode",
-    ),  # fmt: skip
+    ),
     Mutant("norm_eps ignored", FUSED, "norm_eps, activation)", "1e-5, activation)", "test_fused_decode"),
     Mutant("output_gate_activation ignored", FUSED, "norm_eps, activation)", 'norm_eps, "silu")', "test_fused_decode"),
     Mutant(
@@ -861,7 +884,7 @@ MUTANTS = (
         "tokens, k, True,",
         "tokens, k, False,",
         "test_fused_decode",
-    ),  # fmt: skip
+    ),
     Mutant(
         "scale ignored in the fused decode",
         FUSED,
@@ -875,7 +898,8 @@ MUTANTS = (
         "_dispatch.py",
         "    _validate.check(op, flat)\n    reference_kernels[op](*flat)\n",
         "    reference_kernels[op](*flat)\n    _validate.check(op, flat)\n",
-        "test_errors_come_before_any_write",
+        "test_a_wrong_value and decreasing",
+        ERRORS,
     ),
     Mutant(
         "a forced backend falls back silently",
@@ -887,11 +911,11 @@ MUTANTS = (
         "test_forced_backend",
     ),
     Mutant(
-        "a forced backend detaches silently",
+        "a native backend detaches silently",
         "_dispatch.py",
         "needed = _grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)",
         "needed = False",
-        "test_gradient",
+        "test_gradient_of_any_input",
     ),
     Mutant(
         "a pool update detaches silently",
@@ -915,106 +939,157 @@ MUTANTS = (
         "test_gradient",
     ),
     Mutant(
+        "an op called past the public function detaches silently",
+        "_schema.py",
+        "if torch.is_grad_enabled() and any(",
+        "if not torch.is_grad_enabled() and any(",
+        "test_the_op_itself_never_detaches",
+        "test_compile.py",
+    ),
+    Mutant(
+        "a schema that hides a write",
+        "_schema.py",
+        '"Tensor(a!)? conv_states,',
+        '"Tensor? conv_states,',
+        "test_the_schema_names",
+        "test_compile.py",
+    ),
+    Mutant(
         "dt_bias forgotten among what needs a gradient",
         "ops.py",
         '"fused_gdn_gating", (A_log, a, b, dt_bias), flat',
         '"fused_gdn_gating", (A_log, a, b), flat',
         "test_gradient",
-    ),  # fmt: skip
+    ),
     Mutant(
         "state forgotten among what needs a gradient",
         "ops.py",
         "(q, k, v, g, beta, start), flat",
         "(q, k, v, g, beta), flat",
         "test_gradient",
-    ),  # fmt: skip
+    ),
     Mutant(
         "has_initial_state dropped where a gradient is needed",
         "ops.py",
         "            cu_seqlens, has_initial_state=has_initial_state,\n        )  # fmt: skip\n"
         '    run("fused_recurrent',
         '            cu_seqlens,\n        )  # fmt: skip\n    run("fused_recurrent',
-        "test_gradient",
+        "test_gradients_of_the_options",
+        "test_contract_autograd.py",
     ),
     Mutant(
         "out ignored by the public norm",
         "ops.py",
         'y = _like("x", x) if out is None else out\n    flat = (x, gate, weight, eps, activation, y)',
         'y = _like("x", x)\n    flat = (x, gate, weight, eps, activation, y)',
-        "test_public_outputs",
-    ),  # fmt: skip
+        "test_out",
+        "test_contract_norm.py",
+    ),
     Mutant(
         "final state always fp32",
         "ops.py",
         "dtype = _wide(q) if initial_state is None else initial_state.dtype",
         "dtype = _wide(q)",
-        "test_public_outputs",
-    ),  # fmt: skip
-    Mutant("gv ignored", "ops.py", "_unsupported(gk=gk, gv=gv)", "_unsupported(gk=gk)", "test_errors"),
-    Mutant("cp_context ignored", "ops.py", "    _unsupported(cp_context=cp_context)\n", "", "test_errors"),
-    Mutant("a slot beyond the pool accepted", "_validate.py", ">= pool_size:", "> pool_size:", "test_errors"),
+        "test_dtypes_and_shapes",
+        "test_contract_layouts.py",
+    ),
+    Mutant(
+        "gv ignored", "ops.py", "_unsupported(gk=gk, gv=gv)", "_unsupported(gk=gk)", "test_inputs_that_no_rule", ERRORS
+    ),
+    Mutant(
+        "cp_context ignored",
+        "ops.py",
+        "    _unsupported(cp_context=cp_context)\n",
+        "",
+        "test_inputs_that_no_rule",
+        ERRORS,
+    ),
+    Mutant(
+        "a slot beyond the pool accepted",
+        "_validate.py",
+        ">= pool_size:",
+        "> pool_size:",
+        "test_a_wrong_value and slot and not null_slot",
+        ERRORS,
+    ),
     Mutant(
         "null_slot tested after the range",
         "_validate.py",
         "live = live[live != null_slot]",
         "live = live + 0",
-        "test_a_null_slot_beyond_the_pool",
-    ),  # fmt: skip
+        "test_padding_rows",
+        "test_contract_slots.py",
+    ),
     Mutant(
         "more accepted tokens than columns let through",
         "_validate.py",
         "int(value.max()) > columns:",
         "int(value.max()) > columns + 1:",
-        "test_errors",
-    ),  # fmt: skip
+        "test_a_wrong_value and accepted",
+        ERRORS,
+    ),
     Mutant(
         "a row longer than the table let through",
         "_validate.py",
         'offsets("cu_seqlens", cu_seqlens, total, columns)',
         'offsets("cu_seqlens", cu_seqlens, total)',
-        "test_errors",
-    ),  # fmt: skip
-    Mutant("cu_seqlens beyond the tokens let through", "_validate.py", "ends[-1] > total or ", "", "test_errors"),
+        "test_a_wrong_value and longer",
+        ERRORS,
+    ),
+    Mutant(
+        "cu_seqlens beyond the tokens let through",
+        "_validate.py",
+        "ends[-1] > total or ",
+        "",
+        "test_a_wrong_value and beyond",
+        ERRORS,
+    ),
     Mutant(
         "decreasing cu_seqlens let through",
         "_validate.py",
         " or any(length < 0 for length in lengths):",
         ":",
-        "test_errors",
-    ),  # fmt: skip
+        "test_a_wrong_value and decreasing",
+        ERRORS,
+    ),
     Mutant(
         "more accepted tokens than live records let through",
         "_validate.py",
         "0 < recorded < count:",
         "0 < recorded < count - 1:",
-        "test_errors",
-    ),  # fmt: skip
+        "test_a_wrong_value and live",
+        ERRORS,
+    ),
     Mutant(
         "two sources of the convolution's history let through",
         "_validate.py",
         'raise ValueError("initial_states: expected None with conv_states, got a tensor")',
         "pass",
-        "test_errors",
-    ),  # fmt: skip
+        "test_a_wrong_value and two",
+        ERRORS,
+    ),
     Mutant(
         "a slot that is not packed let through",
         "_validate.py",
         "if size != 1 and stride != expected:",
         "if size == 0 and stride != expected:",
-        "test_errors",
-    ),  # fmt: skip
+        "test_a_wrong_value and packed",
+        ERRORS,
+    ),
     Mutant(
         "a wrong num_key_heads ignored",
         "_validate.py",
         "(channels - hv * value_dim) // (2 * head_k_dim) if num_key_heads is None else num_key_heads",
         "(channels - hv * value_dim) // (2 * head_k_dim)",
-        "test_errors",
-    ),  # fmt: skip
+        "test_a_wrong_value and channels",
+        ERRORS,
+    ),
     Mutant(
         "shared slots let through under GDN_DEBUG",
         "_validate.py",
-        "if _debug() and value.dim() == 1:",
-        "if _debug() and value.dim() == 3:",
-        "test_errors_under_GDN_DEBUG",
-    ),  # fmt: skip
+        "    if _debug():\n        _distinct_slots(name, value, null_slot)\n",
+        "",
+        "test_two_rows_on_one_slot",
+        "test_field_reports_state.py",
+    ),
 )

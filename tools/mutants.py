@@ -7,10 +7,10 @@ everywhere. Coverage does not tell: a line can run without anything looking at i
 Usage: ``python tools/mutants.py [--list] [--only NAME...] [--jobs N]``. Exit status 0: every fault was caught.
 
 To add a fault, append a `Mutant` to tools/mutant_list.py: a name, the file, a text that occurs exactly once in it, what
-replaces it, and a `pytest -k` expression for the few tests that should fail. A fault is worth a line when somebody
-could make it and the code would still run; where `old` no longer occurs, the run stops, so that the list keeps up with
-the code. A fault that survives even the whole of `SUITE` needs a new test, in tests/test_reference_edges.py if nowhere
-else.
+replaces it, and a `pytest -k` expression for the few tests that should fail (of another file than those of `SUITE`:
+its name too). A fault is worth a line when somebody could make it and the code would still run; where `old` no longer
+occurs, the run stops, so that the list keeps up with the code. A fault that survives even the whole of `SUITE` needs a
+new test, in tests/test_reference_edges.py if nowhere else.
 
 How it works: the package is copied, the text replaced in the copy, and a forked child, which has torch and pytest
 already, imports gdn_core from there and runs the tests. Native backends are hidden from it, since these faults are the
@@ -28,6 +28,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -40,7 +41,7 @@ from mutant_list import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "packages" / "gdn-core" / "src"
 PACKAGE = "gdn_core"
-SUITE = ("tests/test_reference.py",)
+SUITE = ("tests/test_reference.py", "tests/test_reference_edges.py")
 HIDDEN = ("gdn_cpu", "gdn_cuda")
 TIME_LIMIT = 600  # seconds for one child, many times what the whole suite takes
 # What a slip in the fault's own text raises: that a test notices it says nothing about the test.
@@ -53,11 +54,20 @@ class Job(NamedTuple):
     """One run of tests on one copy of the package; without a mutant, on the package as it is."""
 
     mutant: Mutant | None
-    whole_suite: bool
+    tests: tuple[str, ...] = SUITE  # arguments of pytest
 
     @property
     def name(self) -> str:
         return self.mutant.name if self.mutant is not None else "unchanged"
+
+    @property
+    def is_thorough(self) -> bool:
+        return self.tests == SUITE
+
+
+def named_tests(mutant: Mutant) -> tuple[str, ...]:
+    """Return the arguments that make pytest run the tests that a mutant names."""
+    return (*((f"tests/{mutant.within}",) if mutant.within else SUITE), "-k", mutant.tests)
 
 
 class Verdict(NamedTuple):
@@ -74,12 +84,14 @@ class Verdict(NamedTuple):
 
 
 class CopyFinder:
-    """Finds the package in the copy, before any finder of an editable install is asked."""
+    """Finds the package in the copy, and no native backend, before any finder of an editable install is asked."""
 
     def __init__(self, source: Path) -> None:
         self._source = str(source)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name in HIDDEN:
+            raise ModuleNotFoundError(f"{name} is hidden from these tests", name=name)
         if name == PACKAGE:
             return PathFinder.find_spec(name, [self._source])
         return PathFinder.find_spec(name, path) if name.startswith(f"{PACKAGE}.") else None
@@ -104,7 +116,6 @@ def run_tests(source: Path, job: Job) -> tuple[str, str, str]:
 
     for name in [name for name in os.environ if name.startswith("GDN_")]:
         del os.environ[name]
-    sys.modules.update(dict.fromkeys(HIDDEN))  # an entry of None makes the import fail
     sys.meta_path.insert(0, CopyFinder(source))
     try:
         importlib.import_module(PACKAGE)
@@ -112,10 +123,7 @@ def run_tests(source: Path, job: Job) -> tuple[str, str, str]:
         return BROKEN, "", f"{PACKAGE} does not import: {type(error).__name__}: {error}"
 
     failure = FirstFailure()
-    arguments = [*SUITE, "-x", "-q", "-p", "no:cacheprovider"]
-    if job.mutant is not None and not job.whole_suite:
-        arguments += ["-k", job.mutant.tests]
-    status = pytest.main(arguments, plugins=[failure])
+    status = pytest.main([*job.tests, "-x", "-q", "-p", "no:cacheprovider"], plugins=[failure])
 
     strangers = [name for name in sys.modules if name.split(".")[0] == PACKAGE and not is_below(source, name)]
     if strangers:
@@ -174,6 +182,8 @@ class Workshop:
             os.dup2(log, 2)
             (source.parent / "result.json").write_text(json.dumps(run_tests(source, job)))
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             os._exit(status)
@@ -216,28 +226,31 @@ def stale(mutants: Sequence[Mutant]) -> list[str]:
     return problems
 
 
-def check_unchanged(workshop: Workshop) -> None:
-    """Exit unless the suite passes without any fault: else it would seem to catch everything."""
-    print("unchanged: the whole suite ...", flush=True)
-    workshop.start(Job(None, whole_suite=True))
-    verdict = workshop.wait()
-    if verdict.outcome != SURVIVED:
-        sys.exit(f"the tests fail without any fault: {verdict.test} {verdict.remark}")
-    print(f"unchanged: passes ({verdict.seconds:.1f} s)", flush=True)
+def check_unchanged(workshop: Workshop, mutants: Sequence[Mutant]) -> None:
+    """Exit unless the tests pass without any fault: else they would seem to catch everything."""
+    elsewhere = sorted({mutant.within for mutant in mutants if mutant.within})
+    names = {file: " or ".join(sorted({m.tests for m in mutants if m.within == file})) for file in elsewhere}
+    jobs = [Job(None), *(Job(None, (f"tests/{file}", "-k", names[file])) for file in elsewhere)]
+    for job in jobs:
+        workshop.start(job)
+        verdict = workshop.wait()
+        if verdict.outcome != SURVIVED:
+            sys.exit(f"the tests fail without any fault: {verdict.test} {verdict.remark}")
+        print(f"unchanged: {' '.join(job.tests)} ({verdict.seconds:.1f} s)", flush=True)
 
 
 def plant_each(workshop: Workshop, mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
     """Run every mutant, first on the tests that it names, then, should it survive, on the whole suite."""
-    queue = deque(Job(mutant, whole_suite=False) for mutant in mutants)
+    queue = deque(Job(mutant, named_tests(mutant)) for mutant in mutants)
     verdicts: list[Verdict] = []
     while queue or len(workshop):
         while queue and len(workshop) < jobs:
             workshop.start(queue.popleft())
         verdict = workshop.wait()
-        if verdict.outcome == SURVIVED and not verdict.job.whole_suite:
-            queue.appendleft(Job(verdict.job.mutant, whole_suite=True))
+        if verdict.outcome == SURVIVED and not verdict.job.is_thorough:
+            queue.appendleft(Job(verdict.job.mutant))
             continue
-        if verdict.outcome == CAUGHT and verdict.job.whole_suite:
+        if verdict.outcome == CAUGHT and verdict.job.is_thorough:
             verdict = verdict._replace(remark="not by the tests it names")
         verdicts.append(verdict)
         print(f"[{len(verdicts):3}/{len(mutants)}] {verdict.outcome}: {verdict.job.name}", flush=True)
@@ -305,7 +318,7 @@ def main(arguments: Sequence[str]) -> int:
     sys.modules["torch"].set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="gdn-mutants-") as scratch:
         workshop = Workshop(Path(scratch).resolve())
-        check_unchanged(workshop)
+        check_unchanged(workshop, mutants)
         return report(plant_each(workshop, mutants, options.jobs))
 
 

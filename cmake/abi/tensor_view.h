@@ -167,8 +167,8 @@ inline void borrow(nb::handle object, TensorView& view) {
   view.status = api != nullptr ? detail::borrow_fast(*api, object, view) : detail::borrow_slow(object, view);
   if (view.status != TensorView::Status::kOk) return;
   const bool null_data = view.dl.data == nullptr && view.numel() > 0;  // fake or functorch data
-  const bool has_sign = view.dl.dtype.code == dlpack::kFloat || view.dl.dtype.code == dlpack::kBFloat;
-  if (null_data || (has_sign && !torch.is_materialized(object))) view.status = TensorView::Status::kUnreadable;
+  const bool may_be_negated = view.dl.dtype.code == dlpack::kFloat || view.dl.dtype.code == dlpack::kBFloat;
+  if (null_data || (may_be_negated && !torch.is_materialized(object))) view.status = TensorView::Status::kUnreadable;
 }
 
 }  // namespace gdn

@@ -158,7 +158,7 @@ def _try(name: str, op: str, flat: Sequence[Any], device: torch.device, *, dry_r
 
 def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
     """Run ``op`` over the arguments of ``torch.ops.gdn.<op>``; ``like`` is one of them, and tells the device."""
-    if _is_compiling() or _num_dispatch_modes() or _tracing_state() is not None:
+    if _is_compiling() or _num_dispatch_modes() or _tracing_state() is not None or _functorch_level() is not None:
         getattr(torch.ops.gdn, op).default(*flat)
         return
     if _recorders and _explaining.get():
@@ -255,11 +255,6 @@ def record_calls() -> Iterator[Counter[tuple[str, str]]]:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def may_differentiate() -> bool:
-    """Tell whether a call could need a gradient at all: under no_grad nothing else has to be looked at."""
-    return _grad_enabled() or (not _is_compiling() and _functorch_level() is not None)
-
-
 def wants_gradient(op: str, tensors: Sequence[torch.Tensor | None], flat: Sequence[Any], *, writes: str | None) -> bool:
     """Tell whether the call must be differentiable and so belongs to the reference.
 
@@ -273,8 +268,6 @@ def wants_gradient(op: str, tensors: Sequence[torch.Tensor | None], flat: Sequen
         RuntimeError: a gradient is required of a call that writes to ``writes``.
         NotImplementedError: a gradient is required of a call for which a native backend was forced.
     """
-    if not may_differentiate():
-        return False
     transformed = not _is_compiling() and _functorch_level() is not None
     needed = _grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if not (transformed or needed):

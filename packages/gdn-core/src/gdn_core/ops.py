@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._dispatch import Explanation, intercept, may_differentiate, run, wants_gradient
+from ._dispatch import Explanation, intercept, run, wants_gradient
 from ._validate import CHUNK, describe, offsets, tensor
 from .records import ReplayRecords
 
 _empty_like = torch.empty_like
+_grad_enabled = torch.is_grad_enabled
 
 _Result2 = tuple[Tensor, Tensor | None]
 _Result3 = tuple[Tensor, Tensor | None, Tensor]
@@ -358,7 +359,7 @@ def fused_sigmoid_gating_delta_rule_update(
         A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
-    if may_differentiate():
+    if _grad_enabled():
         inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source)
         wants_gradient("fused_sigmoid_gating_delta_rule_update", inputs, flat, writes="initial_state_source")
     run("fused_sigmoid_gating_delta_rule_update", o, flat)
@@ -421,7 +422,7 @@ def fused_sigmoid_gating_delta_rule_update_spec(
         A_log, dt_bias, q, k, v, a, b, initial_state_source, spec_state_indices, num_accepted_tokens, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
-    if may_differentiate():
+    if _grad_enabled():
         inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source)
         wants_gradient("fused_sigmoid_gating_delta_rule_update_spec", inputs, flat, writes="initial_state_source")
     run("fused_sigmoid_gating_delta_rule_update_spec", o, flat)
@@ -488,7 +489,7 @@ def fused_sigmoid_gating_delta_rule_update_replay(
         A_log, dt_bias, q, k, v, a, b, state, slot_indices, *_record_tensors(records), num_accepted_tokens, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
-    if may_differentiate():
+    if _grad_enabled():
         inputs = (A_log, dt_bias, q, k, v, a, b, state)
         wants_gradient("fused_sigmoid_gating_delta_rule_update_replay", inputs, flat, writes="state")
     run("fused_sigmoid_gating_delta_rule_update_replay", o, flat)
@@ -610,7 +611,7 @@ def causal_conv1d_update(
         x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices, num_accepted_tokens,
         query_start_loc, null_slot, y,
     )  # fmt: skip
-    if may_differentiate():
+    if _grad_enabled():
         inputs = (x, conv_state, weight, bias)
         wants_gradient("causal_conv1d_update", inputs, flat, writes="conv_state")
     run("causal_conv1d_update", y, flat)
@@ -715,7 +716,7 @@ def fused_gdn_decode_post_conv_mtp(
         mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate,
         norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first, null_slot, y,
     )  # fmt: skip
-    if may_differentiate():
+    if _grad_enabled():
         inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight)
         wants_gradient("fused_gdn_decode_post_conv_mtp", inputs, flat, writes="state")
     run("fused_gdn_decode_post_conv_mtp", y, flat)
@@ -773,7 +774,7 @@ def fused_gdn_decode_post_conv_mtp_replay(
         state, output_gate, norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim,
         state_v_first, null_slot, y,
     )  # fmt: skip
-    if may_differentiate():
+    if _grad_enabled():
         inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight)
         wants_gradient("fused_gdn_decode_post_conv_mtp_replay", inputs, flat, writes="state")
     run("fused_gdn_decode_post_conv_mtp_replay", y, flat)

@@ -61,11 +61,15 @@ GDN_INLINE void store_columns(T* row, std::int64_t column, Vec x, std::int64_t n
   store_n(row + column, x, n);
 }
 
-// Lines that hold `count` elements.
+// How far ahead of its use a state that is not read in order is asked for: past the latency of memory at the kernels'
+// speed.
+constexpr std::int64_t kPrefetchBytes = 16384;
+
+// `count` elements that lie kPrefetchBytes beyond the given column.
 template <class T>
 GDN_INLINE void prefetch_columns(const T* row, std::int64_t column, std::int64_t count) {
-  const std::int64_t bytes = count * static_cast<std::int64_t>(sizeof(T));
-  for (std::int64_t offset = 0; offset < bytes; offset += kCacheLine) prefetch_ahead(row + column, offset);
+  constexpr std::int64_t size = sizeof(T);
+  prefetch(row, column * size + kPrefetchBytes, count * size);
 }
 
 template <class Source, class T>

@@ -16,6 +16,9 @@ constexpr std::int64_t kMaxBlockTokens = 16;
 // Rows of q and k are padded with zeros to whole vectors of every level.
 constexpr std::int64_t kRowMultiple = 16;
 constexpr float kNormEpsilon = 1e-6f;
+// Below it exp(g) is 0 in fp32. Such a decay resets the state, as g = -inf does, whatever the state holds: a record that
+// keeps the decay alone can then be replayed.
+constexpr float kSmallestLogDecay = -104.0f;
 
 // The tokens of one (sequence, head): batch and first token of its row, and how many.
 struct TokenRow {
@@ -34,7 +37,7 @@ struct TokenBlock {
   float qk[kMaxBlockTokens];  // of the normalised q and k
   float decay[kMaxBlockTokens];
   float beta[kMaxBlockTokens];
-  bool is_reset[kMaxBlockTokens];  // g == -inf: the state counts as zero and is not read
+  bool is_reset[kMaxBlockTokens];  // the decay is 0: the state counts as zero and is not read
 };
 
 GDN_INLINE std::int64_t padded_row(std::int64_t dim) { return round_up(dim, kRowMultiple); }
@@ -108,8 +111,28 @@ GDN_INLINE void load_gates(const RecurrenceParams& p, const TokenRow& row, std::
   const Vec beta = p.beta_kind == Beta::kOne ? set1(1.0f) : gather_tokens(p.beta, row, t, head, n);
   store(block.decay + first, exp(g));
   store(block.beta + first, beta_of(p, beta));
-  const unsigned resets = lane_bits(less(g, set1(-__FLT_MAX__)));
+  const unsigned resets = lane_bits(less(g, set1(kSmallestLogDecay)));
   for (std::int64_t i = 0; i < n; ++i) block.is_reset[first + i] = ((resets >> i) & 1u) != 0;
+}
+
+template <class AnyOperand>
+GDN_INLINE void prefetch_row(const AnyOperand& x, const TokenRow& row, std::int64_t t, std::int64_t head,
+                             std::int64_t dim) {
+  const std::int64_t size = element_size(x.dtype);
+  prefetch(x.data, element_index(x, row.batch, row.first + t, head) * size, dim * size);
+}
+
+// Tokens [t, t_end) of the row: a head's rows lie a token's heads apart, which the processor's own prefetcher does not
+// follow.
+void prefetch_tokens(const RecurrenceParams& p, const TokenRow& row, std::int64_t head, std::int64_t t,
+                     std::int64_t t_end) {
+  const std::int64_t key_head = head / (p.num_value_heads / p.num_key_heads);
+  for (; t < t_end; ++t) {
+    prefetch_row(p.q, row, t, key_head, p.key_dim);
+    prefetch_row(p.k, row, t, key_head, p.key_dim);
+    prefetch_row(p.v, row, t, head, p.value_dim);
+    prefetch_row(p.out, row, t, head, p.value_dim);
+  }
 }
 
 // Tokens [token, token + block.count) of the row.

@@ -76,14 +76,11 @@ std::int64_t sequence_length(const RecurrenceParams& params, std::int64_t sequen
   return params.token_offsets[sequence + 1] - params.token_offsets[sequence];
 }
 
-// Columns of the state that one item computes. A long sequence walks a tile that stays in the first-level cache; a
-// short one takes whole rows, which the prefetcher likes, unless there are fewer heads than threads.
-std::int64_t tile_columns(const RecurrenceParams& params, std::int64_t longest, std::int64_t num_heads,
-                          int num_threads) {
-  constexpr std::int64_t kLong = 4;
-  constexpr std::int64_t kLongTile = 64;
+// Columns of the state that one item computes: all of them, unless there are fewer heads than threads. The kernel has
+// tiles of its own for the caches, and prepares each token once an item.
+std::int64_t tile_columns(const RecurrenceParams& params, std::int64_t num_heads, int num_threads) {
   constexpr std::int64_t kSmallestTile = 32;
-  std::int64_t tile = longest >= kLong ? kLongTile : params.value_dim;
+  std::int64_t tile = params.value_dim;
   while (tile > kSmallestTile && num_heads * ((params.value_dim + tile - 1) / tile) < num_threads) {
     tile = (tile / 2 + kSmallestTile - 1) / kSmallestTile * kSmallestTile;
   }
@@ -106,7 +103,7 @@ void run_recurrence(const KernelTable& table, const RecurrenceParams& params, co
   }
   const auto num_live = static_cast<std::int64_t>(order.size());
   const std::int64_t heads = params.num_value_heads;
-  const std::int64_t tile = tile_columns(params, longest_length, num_live * heads, num_threads);
+  const std::int64_t tile = tile_columns(params, num_live * heads, num_threads);
   const std::int64_t tiles = (params.value_dim + tile - 1) / tile;
   for_each(num_live * heads * tiles, num_threads, schedule, [&](std::int64_t item) {
     const std::int64_t v_begin = item % tiles * tile;

@@ -89,15 +89,15 @@ GDN_INLINE Vec in_register(Vec x) {
   return x;
 }
 
-// How far ahead of its use memory that is not read in order is asked for, into the second-level cache. Far enough for
-// the latency of memory at the kernels' speed; asking for the first level was slower.
-constexpr std::uintptr_t kPrefetchBytes = 16384;
 constexpr std::int64_t kCacheLine = 64;
 
-// The line `offset` bytes from p, ahead. It may lie beyond the operand: a prefetch never faults.
-GDN_INLINE void prefetch_ahead(const void* p, std::int64_t offset) {
+// The lines of `bytes` bytes from p + offset, into the second-level cache: asking for the first level was slower. They
+// may lie beyond the operand: a prefetch never faults.
+GDN_INLINE void prefetch(const void* p, std::int64_t offset, std::int64_t bytes) {
   const std::uintptr_t address = reinterpret_cast<std::uintptr_t>(p) + static_cast<std::uintptr_t>(offset);
-  __builtin_prefetch(reinterpret_cast<const void*>(address + kPrefetchBytes), 0, 2);
+  for (std::int64_t i = 0; i < bytes; i += kCacheLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<std::uintptr_t>(i)), 0, 2);
+  }
 }
 
 }  // namespace
