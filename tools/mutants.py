@@ -260,7 +260,8 @@ def plant_each(workshop: Workshop, mutants: Sequence[Mutant], jobs: int) -> list
 def print_table(verdicts: Sequence[Verdict]) -> None:
     """Print each fault, where it was planted, the test that caught it and the time that took."""
     rows = [("fault", "file", "caught by", "s")]
-    for verdict in sorted(verdicts, key=lambda verdict: [m.name for m in MUTANTS].index(verdict.job.name)):
+    order = {mutant.name: number for number, mutant in enumerate(MUTANTS)}
+    for verdict in sorted(verdicts, key=lambda verdict: order[verdict.job.name]):
         by = verdict.test.removeprefix("tests/") if verdict.outcome == CAUGHT else verdict.outcome.upper()
         by += f" ({verdict.remark.splitlines()[0]})" if verdict.remark else ""
         file = verdict.job.mutant.file if verdict.job.mutant is not None else ""

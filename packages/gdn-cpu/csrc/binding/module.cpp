@@ -16,11 +16,13 @@ namespace nb = nanobind;
 
 namespace {
 
-using LevelRow = std::tuple<std::string, bool, std::string>;
+using LevelRow = std::tuple<std::string, std::string, std::string>;
 
 std::vector<LevelRow> list_levels() {
   std::vector<LevelRow> rows;
-  for (const gdn::cpu::Level& level : gdn::cpu::levels()) rows.emplace_back(level.name, level.compiled, level.reason);
+  for (const gdn::cpu::Level& level : gdn::cpu::levels()) {
+    rows.emplace_back(level.name, gdn::cpu::kernels_of(level), level.reason);
+  }
   return rows;
 }
 
@@ -33,7 +35,8 @@ void set_level(const std::string& name) {
 NB_MODULE(_C, m) {
   using namespace nb::literals;
   m.def("version", [] { return std::string(GDN_VERSION); });
-  m.def("levels", &list_levels, "(name, compiled, why it cannot run here or '') of each level, lowest first.");
+  m.def("levels", &list_levels,
+        "(name, level whose kernels it runs, why it cannot run here or '') of each level, lowest first.");
   m.def("active_level", [] { return std::string(gdn::cpu::active_level().name); });
   m.def("set_level", &set_level, "name"_a, "Cap the level; an empty name restores the cap of GDN_CPU_ISA.");
   m.def("environment_error", &gdn::cpu::environment_error, "What is wrong with GDN_CPU_ISA, or ''.");

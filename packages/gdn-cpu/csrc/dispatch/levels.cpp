@@ -15,15 +15,15 @@ std::vector<Level> list_levels() {
   const CpuFeatures& cpu = cpu_features();
   const auto reason = [](bool supported, const char* needs) { return supported ? std::string() : std::string(needs); };
   std::vector<Level> all;
-  all.push_back({"baseline", true, "", &baseline::kTable});
+  all.push_back({"baseline", "", &baseline::kTable});
 #if defined(GDN_HAVE_X86_V3)
-  all.push_back({"x86_v3", true, reason(cpu.x86_v3, "needs AVX2, FMA, F16C and BMI2"), &x86_v3::kTable});
+  all.push_back({"x86_v3", reason(cpu.x86_v3, "needs AVX2, FMA, F16C and BMI2"), &x86_v3::kTable});
 #endif
 #if defined(GDN_HAVE_X86_V4)
-  all.push_back({"x86_v4", true, reason(cpu.x86_v4, "needs AVX-512 F, BW, DQ, VL and CD"), &x86_v4::kTable});
-  all.push_back({"x86_v4_bf16", true, reason(cpu.x86_v4_bf16, "needs AVX512-BF16 and VNNI"), &x86_v4::kTable});
+  all.push_back({"x86_v4", reason(cpu.x86_v4, "needs AVX-512 F, BW, DQ, VL and CD"), &x86_v4::kTable});
+  all.push_back({"x86_v4_bf16", reason(cpu.x86_v4_bf16, "needs AVX512-BF16 and VNNI"), &x86_v4::kTable});
   const std::string amx = cpu.x86_amx ? amx_permission_error() : "needs AMX-TILE and AMX-BF16";
-  all.push_back({"x86_amx", true, amx, &x86_v4::kTable});
+  all.push_back({"x86_amx", amx, &x86_v4::kTable});
 #endif
   return all;
 }
@@ -32,12 +32,12 @@ std::vector<Level> list_levels() {
 
 std::vector<Level> list_levels() {
   const std::string reason = cpu_features().arm_bf16 ? "" : "needs BF16, ASIMDDP and ASIMDHP";
-  return {{"baseline", true, "", &baseline::kTable}, {"arm_bf16", true, reason, &baseline::kTable}};
+  return {{"baseline", "", &baseline::kTable}, {"arm_bf16", reason, &baseline::kTable}};
 }
 
 #else
 
-std::vector<Level> list_levels() { return {{"baseline", true, "", &baseline::kTable}}; }
+std::vector<Level> list_levels() { return {{"baseline", "", &baseline::kTable}}; }
 
 #endif
 
@@ -80,6 +80,13 @@ std::atomic<int>& current() {
 const std::vector<Level>& levels() {
   static const std::vector<Level> all = list_levels();
   return all;
+}
+
+const char* kernels_of(const Level& level) {
+  for (const Level& candidate : levels()) {
+    if (candidate.kernels == level.kernels) return candidate.name;
+  }
+  return level.name;
 }
 
 const Level& active_level() { return levels()[static_cast<std::size_t>(current().load(std::memory_order_relaxed))]; }

@@ -12,10 +12,12 @@ namespace gdn::cpu {
 
 struct Level {
   const char* name;
-  bool compiled;               // part of this build
   std::string reason;          // why it cannot run here; empty when it can
   const KernelTable* kernels;  // a level without kernels of its own has those of the level below
 };
+
+// The level whose kernels `level` runs: itself, or the one below that it has them from.
+const char* kernels_of(const Level& level);
 
 // From the lowest to the highest level of this architecture.
 const std::vector<Level>& levels();

@@ -5,9 +5,9 @@ import torch
 
 def version() -> str: ...
 
-def levels() -> list[tuple[str, bool, str]]:
+def levels() -> list[tuple[str, str, str]]:
     """
-    (name, compiled, why it cannot run here or '') of each level, lowest first.
+    (name, level whose kernels it runs, why it cannot run here or '') of each level, lowest first.
     """
 
 def active_level() -> str: ...

@@ -26,10 +26,10 @@ _NATIVE = (
 
 @dataclass(frozen=True)
 class Level:
-    """One instruction-set level: whether this build has it, this machine can run it, and it is the one in use."""
+    """One instruction-set level: whose kernels it runs, whether this machine can run it, and whether it is in use."""
 
     name: str
-    compiled: bool
+    kernels: str
     supported: bool
     active: bool
     reason: str | None
@@ -38,7 +38,7 @@ class Level:
 def levels() -> list[Level]:
     """List the instruction-set levels of this architecture, lowest first."""
     active = _C.active_level()
-    return [Level(name, built, not reason, name == active, reason or None) for name, built, reason in _C.levels()]
+    return [Level(name, own, not reason, name == active, reason or None) for name, own, reason in _C.levels()]
 
 
 @contextmanager

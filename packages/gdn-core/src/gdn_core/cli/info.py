@@ -120,11 +120,11 @@ def _escaped(text: str) -> str:
 def _show_levels(facts: dict[str, Any], console: Console) -> None:
     if not facts["cpu_levels"]:
         return
-    table = output.table("Instruction-set levels of gdn-cpu", "level", "")
+    table = output.table("Instruction-set levels of gdn-cpu", "level", "", "kernels")
     for level in facts["cpu_levels"]:
         state = "supported" if level["supported"] else level["reason"] or "not supported"
-        state = state if level["compiled"] else "not in this build"
-        table.add_row(level["name"], "[bold green]in use[/]" if level["active"] else state)
+        kernels = "its own" if level["kernels"] == level["name"] else f"those of {level['kernels']}"
+        table.add_row(level["name"], "[bold green]in use[/]" if level["active"] else state, kernels)
     console.print(table)
 
 

@@ -137,7 +137,7 @@ def _targets(args: argparse.Namespace) -> list[Target]:
 def _levels(backend: str, active: str | None, wanted: str) -> list[str | None]:
     if backend != "cpu" or wanted == "active":
         return [active]
-    return [level.name for level in importlib.import_module("gdn_cpu").levels() if level.compiled and level.supported]
+    return [level.name for level in importlib.import_module("gdn_cpu").levels() if level.supported]
 
 
 def _check(cases: Sequence[Case], targets: Sequence[Target], threads: int, steps: output.Steps) -> Iterator[Result]:
