@@ -163,7 +163,7 @@ def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
         return
     if _recorders and _explaining.get():
         raise _Intercepted(op, flat, gradient=False, writes=None)
-    if like.is_cpu and not _recorders:
+    if not _recorders and getattr(like, "is_cpu", False):
         table = _fast.get(_forced_here.get() or _default)
         if table is None:
             table = _fast_table()
@@ -255,7 +255,7 @@ def record_calls() -> Iterator[Counter[tuple[str, str]]]:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def wants_gradient(op: str, tensors: Sequence[torch.Tensor | None], flat: Sequence[Any], *, writes: str | None) -> bool:
+def wants_gradient(op: str, tensors: Sequence[object], flat: Sequence[Any], *, writes: str | None) -> bool:
     """Tell whether the call must be differentiable and so belongs to the reference.
 
     Args:
@@ -269,7 +269,7 @@ def wants_gradient(op: str, tensors: Sequence[torch.Tensor | None], flat: Sequen
         NotImplementedError: a gradient is required of a call for which a native backend was forced.
     """
     transformed = not _is_compiling() and _functorch_level() is not None
-    needed = _grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    needed = _grad_enabled() and any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
     if not (transformed or needed):
         return False
     if _recorders and _explaining.get():

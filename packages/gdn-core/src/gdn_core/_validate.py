@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +35,68 @@ def device_of(flat: Sequence[Any]) -> torch.device:
 
 def check(op: str, flat: Sequence[Any]) -> None:
     """Raise what is wrong with a call of ``op``, if anything is."""
+    _check_kinds(op, flat)
     _CHECKS[op](*flat)
+
+
+# --- kinds ------------------------------------------------------------------------------------------------------------
+
+# Arguments of torch.ops.gdn whose public name is another.
+_PUBLIC_NAMES = {
+    "records_k": "records.k",
+    "records_u": "records.u",
+    "records_decay": "records.decay",
+    "records_live": "records.live",
+    "final_states": "final_states_out",
+}
+# What a scalar must offer: numbers of numpy and torch, and symbolic ones, are as good as Python's.
+_SCALARS = {"float": ("a number", "__float__"), "int": ("an int", "__index__"), "bool": ("a bool", "__bool__")}
+
+
+class _Argument(NamedTuple):
+    name: str
+    kind: str
+    is_optional: bool
+
+
+@cache
+def _arguments(op: str) -> tuple[_Argument, ...]:
+    """Return what the schema of ``op`` says of each argument, under its public name."""
+    schema = getattr(torch.ops.gdn, op).default._schema
+    names = {argument.name for argument in schema.arguments}
+    arguments = []
+    for argument in schema.arguments:
+        kind = str(argument.type)
+        name = _PUBLIC_NAMES.get(argument.name, argument.name)
+        if name == "state" and "initial_state" in names:
+            name = "initial_state"
+        optional = kind.removeprefix("Optional[").removesuffix("]")
+        arguments.append(_Argument(name, optional, optional != kind))
+    return tuple(arguments)
+
+
+def _check_kinds(op: str, flat: Sequence[Any]) -> None:
+    """Check what every op needs alike: the Python types, dense tensors, one device."""
+    first: tuple[str, Tensor] | None = None
+    for argument, value in zip(_arguments(op), flat, strict=True):
+        if value is None and argument.is_optional:
+            continue
+        if argument.kind in _SCALARS:
+            expected, method = _SCALARS[argument.kind]
+            if not hasattr(value, method):
+                raise TypeError(f"{argument.name}: expected {expected}, got {describe(value)}")
+        elif argument.kind == "Tensor":
+            first = first or (argument.name, value)
+            _dense_tensor(argument.name, value, first)
+
+
+def _dense_tensor(name: str, value: object, first: tuple[str, Tensor]) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
+    if value.device != first[1].device:
+        raise ValueError(f"{name}: expected device {first[1].device} (of {first[0]}), got {value.device}")
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -52,8 +114,6 @@ def tensor(name: str, value: object, shape: Sequence[int | str], dtypes: Sequenc
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
     wanted = f"[{', '.join(str(size) for size in shape)}]"
-    if value.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
     if value.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected {allowed} {wanted}, got {describe(value)}")
@@ -67,14 +127,6 @@ def tensor(name: str, value: object, shape: Sequence[int | str], dtypes: Sequenc
 def same_dtype(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     if value.dtype != other.dtype:
         raise TypeError(f"{name}: expected the dtype of {other_name}, {describe(other)}, got {describe(value)}")
-
-
-def one_device(**tensors: Tensor | None) -> None:
-    """Check that all tensors live on one device."""
-    first_name, first = next((name, value) for name, value in tensors.items() if value is not None)
-    for name, value in tensors.items():
-        if value is not None and value.device != first.device:
-            raise ValueError(f"{name}: expected device {first.device} (of {first_name}), got {value.device}")
 
 
 def positive(name: str, value: float) -> None:
@@ -97,6 +149,18 @@ def packed_slots(name: str, pool: Tensor) -> None:
                 f"for {describe(pool)}"
             )
         expected *= size
+    if pool.shape[0] > 1 and pool.numel() > 0 and pool.stride(0) < expected:
+        raise ValueError(f"{name}: expected slots that do not overlap, got a slot stride of {pool.stride(0)}")
+
+
+def separate_elements(name: str, pool: Tensor) -> None:
+    """Check that no two elements share memory, whatever the order of the dimensions."""
+    span = 1
+    for stride, size in sorted(zip(pool.stride(), pool.shape, strict=True)):
+        if size > 1 and pool.numel() > 0:
+            if stride < span:
+                raise ValueError(f"{name}: expected slots that do not overlap, got strides {list(pool.stride())}")
+            span = stride * (size - 1) + span
 
 
 def writable(name: str, value: Tensor, shape: Sequence[int | str]) -> None:
@@ -223,7 +287,6 @@ def _check_fused_gdn_gating(
     tensor("a", a, [*a.shape[:-1], hv] if isinstance(a, Tensor) else [hv])
     tensor("b", b, list(a.shape))
     positive("softplus_beta", softplus_beta)
-    one_device(A_log=A_log, a=a, b=b, dt_bias=dt_bias)
 
 
 def _check_sequences(
@@ -246,10 +309,6 @@ def _check_sequences(
         _pool("initial_state", state, hv, key_dim, value_dim, state_v_first)
         slots("state_indices", state_indices, [n], state.shape[0], null_slot)
     writable("out", out, [b, t, hv, value_dim])
-    one_device(
-        q=q, k=k, v=v, initial_state=initial_state, state=state, cu_seqlens=cu_seqlens, state_indices=state_indices,
-        has_initial_state=has_initial_state, out=out, final_state=final_state,
-    )  # fmt: skip
     return dims
 
 
@@ -265,7 +324,6 @@ def _check_chunk_gated_delta_rule(
     )  # fmt: skip
     tensor("g", g, [b, t, hv])
     tensor("beta", beta, [b, t, hv])
-    one_device(q=q, g=g, beta=beta)
     _log_decay(g)
 
 
@@ -295,7 +353,6 @@ def _check_fused_recurrent_gated_delta_rule(
         _log_decay(g)
     if use_beta_sigmoid_in_kernel and beta is None:
         raise ValueError("beta: expected the raw input b with use_beta_sigmoid_in_kernel, got None")
-    one_device(q=q, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
 
 
 def _check_decode(
@@ -309,7 +366,6 @@ def _check_decode(
     positive("softplus_beta", softplus_beta)
     _pool(pool_name, pool, hv, key_dim, value_dim, state_v_first)
     writable("out", out, [1, t, hv, value_dim])
-    one_device(A_log=A_log, dt_bias=dt_bias, q=q, k=k, v=v, a=a, b=b, **{pool_name: pool}, out=out)
     return t, h, key_dim, hv, value_dim
 
 
@@ -325,7 +381,6 @@ def _check_fused_sigmoid_gating_delta_rule_update(
     offsets("cu_seqlens", cu_seqlens, t)
     n = t if cu_seqlens is None else cu_seqlens.numel() - 1
     slots("initial_state_indices", initial_state_indices, [n], initial_state_source.shape[0], null_slot)
-    one_device(q=q, initial_state_indices=initial_state_indices, cu_seqlens=cu_seqlens)
 
 
 def _spec_table(name: str, table: Tensor, pool_size: int, null_slot: int | None) -> int:
@@ -347,8 +402,6 @@ def _check_fused_sigmoid_gating_delta_rule_update_spec(
     )
     columns = _spec_table("spec_state_indices", spec_state_indices, initial_state_source.shape[0], null_slot)
     _spec_rows(spec_state_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
-    one_device(q=q, spec_state_indices=spec_state_indices, num_accepted_tokens=num_accepted_tokens,
-               cu_seqlens=cu_seqlens)  # fmt: skip
 
 
 def _spec_rows(rows: int, columns: int, num_accepted_tokens: Tensor | None, cu_seqlens: Tensor, total: int) -> None:
@@ -399,8 +452,6 @@ def _check_fused_sigmoid_gating_delta_rule_update_replay(
     slots("slot_indices", slot_indices, ["N"], state.shape[0], null_slot)
     _spec_rows(slot_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
     _replay_accepted(slot_indices, num_accepted_tokens, records_live, null_slot)
-    one_device(q=q, slot_indices=slot_indices, num_accepted_tokens=num_accepted_tokens, cu_seqlens=cu_seqlens,
-               records_k=records_k)  # fmt: skip
 
 
 def _conv_weight(weight: Tensor, bias: Tensor | None, channels: int) -> int:
@@ -417,6 +468,7 @@ def _conv_pool(name: str, pool: Tensor, channels: int, width: int) -> None:
     tensor(name, pool, ["P", channels, "state_len"])
     if pool.shape[2] < width - 1:
         raise ValueError(f"{name}: expected a state_len of at least {width - 1}, got {describe(pool)}")
+    separate_elements(name, pool)
 
 
 def _check_causal_conv1d_fn(
@@ -457,9 +509,6 @@ def _check_causal_conv1d_fn(
     tensor("out", out, list(x.shape))
     if final_states is not None:
         tensor("final_states_out", final_states, [batch, channels, width - 1])
-    one_device(x=x, weight=weight, bias=bias, seq_idx=seq_idx, initial_states=initial_states, conv_states=conv_states,
-               query_start_loc=query_start_loc, cache_indices=cache_indices, has_initial_state=has_initial_state,
-               out=out, final_states_out=final_states)  # fmt: skip
 
 
 def _check_causal_conv1d_update(
@@ -497,9 +546,6 @@ def _check_causal_conv1d_update(
             raise ValueError("cache_seqlens: expected None with num_accepted_tokens or query_start_loc, got a tensor")
         tensor("cache_seqlens", cache_seqlens, [rows], _INTEGERS)
     tensor("out", out, list(x.shape))
-    one_device(x=x, conv_state=conv_state, weight=weight, bias=bias, cache_seqlens=cache_seqlens, out=out,
-               conv_state_indices=conv_state_indices, num_accepted_tokens=num_accepted_tokens,
-               query_start_loc=query_start_loc)  # fmt: skip
 
 
 def _check_rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, out: Tensor) -> None:
@@ -509,10 +555,9 @@ def _check_rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, a
     tensor("gate", gate, list(x.shape))
     tensor("weight", weight, [x.shape[-1]])
     choice("activation", activation, _GATE_ACTIVATIONS)
-    if eps < 0:
+    if not eps >= 0:
         raise ValueError(f"eps: expected a number >= 0, got {eps}")
     writable("out", out, list(x.shape))
-    one_device(x=x, gate=gate, weight=weight, out=out)
 
 
 def _check_fused_decode(
@@ -536,12 +581,10 @@ def _check_fused_decode(
     tensor("b", b, [t, hv])
     tensor("norm_weight", norm_weight, [value_dim])
     choice("output_gate_activation", output_gate_activation, _GATE_ACTIVATIONS)
-    if norm_eps < 0:
+    if not norm_eps >= 0:
         raise ValueError(f"norm_eps: expected a number >= 0, got {norm_eps}")
     _pool("state", state, hv, head_k_dim, value_dim, state_v_first)
     writable("out", out, [t, hv, value_dim])
-    one_device(mixed_qkv=mixed_qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, state=state, output_gate=output_gate,
-               norm_weight=norm_weight, out=out)  # fmt: skip
     return t, h, head_k_dim, hv, value_dim
 
 
@@ -557,8 +600,6 @@ def _check_fused_gdn_decode_post_conv_mtp(
     )  # fmt: skip
     columns = _spec_table("state_indices", state_indices, state.shape[0], null_slot)
     _spec_rows(state_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
-    one_device(mixed_qkv=mixed_qkv, state_indices=state_indices, cu_seqlens=cu_seqlens,
-               num_accepted_tokens=num_accepted_tokens)  # fmt: skip
 
 
 def _check_fused_gdn_decode_post_conv_mtp_replay(

@@ -39,15 +39,22 @@ _Result2 = tuple[Tensor, Tensor | None]
 _Result3 = tuple[Tensor, Tensor | None, Tensor]
 
 
-def _like(name: str, model: Tensor, dtype_of: Tensor | None = None) -> Tensor:
-    """Allocate a packed output of the shape of ``model``."""
+def _like(name: str, model: Tensor) -> Tensor:
+    """Allocate a packed output of the shape and dtype of ``model``."""
     try:
-        if dtype_of is None and model.is_contiguous():
+        if model.is_contiguous():
             return _empty_like(model)
-        dtype = model.dtype if dtype_of is None else dtype_of.dtype
-        return torch.empty(model.shape, dtype=dtype, device=model.device)
+        return torch.empty(model.shape, dtype=model.dtype, device=model.device)
     except AttributeError:
         raise TypeError(f"{name}: expected a torch.Tensor, got {describe(model)}") from None
+
+
+def _fused_output(output_gate: Tensor, mixed_qkv: Tensor) -> Tensor:
+    """Allocate the output of a fused decode: shaped like the gate, in the dtype of the activations."""
+    for name, value in (("output_gate", output_gate), ("mixed_qkv", mixed_qkv)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
+    return torch.empty(output_gate.shape, dtype=mixed_qkv.dtype, device=output_gate.device)
 
 
 def _wide(activations: Tensor) -> torch.dtype:
@@ -121,6 +128,8 @@ def _final_state(
         return None
     k_dim, (hv, v_dim) = q.shape[-1], v.shape[-2:]
     inner = (hv, v_dim, k_dim) if state_v_first else (hv, k_dim, v_dim)
+    if initial_state is not None and not isinstance(initial_state, Tensor):
+        raise TypeError(f"initial_state: expected a torch.Tensor, got {describe(initial_state)}")
     dtype = _wide(q) if initial_state is None else initial_state.dtype
     return torch.empty((_rows(q, cu_seqlens), *inner), dtype=dtype, device=v.device)
 
@@ -218,7 +227,7 @@ def chunk_gated_delta_rule(
         state_v_first, cu_seqlens, state_indices, has_initial_state, null_slot, o, final_state, chunk_states,
     )  # fmt: skip
     writes = "initial_state" if state_indices is not None else "out" if out is not None else None
-    if wants_gradient("chunk_gated_delta_rule", (q, k, v, g, beta, start), flat, writes=writes):
+    if wants_gradient("chunk_gated_delta_rule", (q, k, v, g, beta, initial_state), flat, writes=writes):
         return reference.chunk_gated_delta_rule(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
@@ -290,7 +299,7 @@ def fused_recurrent_gated_delta_rule(
         null_slot, o, final_state,
     )  # fmt: skip
     writes = "initial_state" if state_indices is not None else "out" if out is not None else None
-    inputs = (q, k, v, g, beta, start, A_log, dt_bias)
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     if wants_gradient("fused_recurrent_gated_delta_rule", inputs, flat, writes=writes):
         return reference.fused_recurrent_gated_delta_rule(
             q, k, v, g, None, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
@@ -711,7 +720,7 @@ def fused_gdn_decode_post_conv_mtp(
         ...     torch.tensor([0, 1, 2]), None, pool, z, torch.ones(16), head_k_dim=16).shape
         torch.Size([2, 4, 16])
     """
-    y = _like("output_gate", output_gate, mixed_qkv) if out is None else out
+    y = _fused_output(output_gate, mixed_qkv) if out is None else out
     flat = (
         mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate,
         norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first, null_slot, y,
@@ -768,7 +777,7 @@ def fused_gdn_decode_post_conv_mtp_replay(
         ...     records, torch.tensor([0, 1, 2]), None, pool, z, torch.ones(16), head_k_dim=16).shape
         torch.Size([2, 4, 16])
     """
-    y = _like("output_gate", output_gate, mixed_qkv) if out is None else out
+    y = _fused_output(output_gate, mixed_qkv) if out is None else out
     flat = (
         mixed_qkv, a, b, A_log, dt_bias, slot_indices, *_record_tensors(records), cu_seqlens, num_accepted_tokens,
         state, output_gate, norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim,

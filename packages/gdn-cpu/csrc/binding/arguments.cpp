@@ -145,6 +145,10 @@ void check_packed_slots(const TensorView& view, Name name) {
     }
     expected *= view.size(dim);
   }
+  if (view.size(0) > 1 && view.numel() > 0 && view.stride(0) < expected) {
+    raise_value(
+        cat({name, ": expected slots that do not overlap, got a slot stride of ", std::to_string(view.stride(0))}));
+  }
 }
 
 // --- indices ---

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The operations that are the recurrence: decode, token by token, and whole sequences.
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -173,14 +174,27 @@ struct SequenceArguments {
   handle scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot;
 };
 
+// One value, whatever its dtype; for checks, not for kernels.
+float read_value(const Operand& x, std::int64_t index) {
+  if (x.dtype == DType::kFloat32) return static_cast<const float*>(x.data)[index];
+  const std::uint16_t bits = static_cast<const std::uint16_t*>(x.data)[index];
+  if (x.dtype == DType::kBFloat16) return std::bit_cast<float>(std::uint32_t{bits} << 16);
+  const int exponent = bits >> 10 & 31;
+  const int fraction = bits & 1023;
+  if (exponent == 31) return fraction != 0 ? NAN : (bits >> 15 != 0 ? -INFINITY : INFINITY);
+  const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                                   : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+  return bits >> 15 != 0 ? -size : size;
+}
+
+// Under GDN_DEBUG=1: a linear decay passed where its logarithm is wanted.
 void check_log_decay(const RecurrenceParams& params, const Sizes& s) {
+  if (!debug_checks()) return;
   const Operand& g = params.gate;
-  if (!debug_checks() || g.dtype != DType::kFloat32) return;
   for (std::int64_t batch = 0; batch < s.batch; ++batch) {
     for (std::int64_t token = 0; token < s.tokens; ++token) {
       for (std::int64_t head = 0; head < s.value_heads; ++head) {
-        const float value =
-            static_cast<const float*>(g.data)[batch * g.batch_stride + token * g.token_stride + head * g.head_stride];
+        const float value = read_value(g, batch * g.batch_stride + token * g.token_stride + head * g.head_stride);
         if (value > 0) raise_value("g: expected log decays <= 0, got " + std::to_string(value));
       }
     }
