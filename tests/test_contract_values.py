@@ -64,8 +64,8 @@ def test_decode(impl, case):
 def test_decode_every_combination(impl, dims):
     # Enough tokens that no slice of the outputs is a few values that nearly cancel.
     lengths = (64 // dims[1] + 2, 64 // dims[1] + 1)
-    for (H, HV), dtype, state_dtype, v_first in product(HEADS[1:4], FLOATS, FLOATS, (False, True)):
-        case = {"lengths": lengths, "H": H, "HV": HV, "K": dims[0], "V": dims[1], "dtype": dtype}
+    for dtype, state_dtype, v_first in product(FLOATS, FLOATS, (False, True)):
+        case = {"lengths": lengths, "H": 2, "HV": 4, "K": dims[0], "V": dims[1], "dtype": dtype}
         case |= {"state_dtype": state_dtype, "state_v_first": v_first}
         arguments, guarded = decode(**case)
         check_decode(arguments, guarded, call(DECODE, arguments), decode_expected(**case))
@@ -323,8 +323,8 @@ def test_cu_seqlens_on_the_host_and_chunk_indices_change_nothing(impl):
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("op", RULES)
 def test_sequences_every_combination(impl, op, dims):
-    for lengths, dtype, state_dtype, v_first in product(((5, 2), (66,)), FLOATS, FLOATS, (False, True)):
-        case = {"lengths": lengths, "H": 1, "HV": 2, "K": dims[0], "V": dims[1]}
+    for dtype, state_dtype, v_first in product(FLOATS, FLOATS, (False, True)):
+        case = {"lengths": (66,), "H": 1, "HV": 2, "K": dims[0], "V": dims[1]}
         case |= {"dtype": dtype, "state_dtype": state_dtype, "state_v_first": v_first}
         arguments = sequences(**case)
         check_sequences(op, arguments, call(op, arguments), sequences_expected(op, **case))

@@ -129,7 +129,7 @@ def test_demo_on_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     argv = ["--prompt-tokens", "20", "--new-tokens", "3", "--rounds", "1", "--dtype", "float32"]
     assert main(["demo", "--model", str(tmp_path), *argv]) == 0
     text = capsys.readouterr().out
-    assert f"{tmp_path} (qwen3_5_text)" in text and "Text: " in text
+    assert f"{tmp_path}(qwen3_5_text)" in "".join(text.split()) and "Text: " in text
 
 
 def test_demo_errors_say_what_to_do(

@@ -238,7 +238,10 @@ Sizes check_sequences(SequenceArguments& args, RecurrenceParams& params, RowPlan
     if (!args.initial_state.is_none()) {
       params.state_dtype = check_state(args.initial_state, "initial_state", rows, s, params.state_v_first);
       for (std::size_t row = 0; row < plan.sources.size(); ++row) {
-        if (has_state[row]) plan.sources[row] = static_cast<std::int64_t>(row);
+        // A sequence without tokens ends in its initial state, also a fresh one.
+        const auto index = static_cast<std::int64_t>(row);
+        const bool is_empty = row_begin(plan, params, index) == row_begin(plan, params, index + 1);
+        if (has_state[row] || is_empty) plan.sources[row] = index;
       }
     }
     if (!args.final_state.is_none()) {

@@ -31,10 +31,13 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """Start a table; the columns named in `right` hold numbers and are aligned to the right."""
+    """Start a table: names in the first column, numbers, aligned to the right, in those that `right` lists.
+
+    Neither is ever cut or folded; the other columns are, where the terminal is narrow.
+    """
     result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
-        result.add_column(column, justify="right" if column in right else "left", no_wrap=column in right)
+        result.add_column(column, justify="right" if column in right else "left", no_wrap=column in right or column == columns[0])
     return result
 
 
