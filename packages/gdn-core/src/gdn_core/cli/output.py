@@ -37,7 +37,9 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     """
     result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
-        result.add_column(column, justify="right" if column in right else "left", no_wrap=column in right or column == columns[0])
+        result.add_column(
+            column, justify="right" if column in right else "left", no_wrap=column in right or column == columns[0]
+        )
     return result
 
 
