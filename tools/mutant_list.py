@@ -913,8 +913,8 @@ MUTANTS = (
     Mutant(
         "a native backend detaches silently",
         "_dispatch.py",
-        "needed = _grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)",
-        "needed = False",
+        "needed = _grad_enabled() and any(",
+        "needed = False and any(",
         "test_gradient_of_any_input",
     ),
     Mutant(
@@ -964,7 +964,7 @@ MUTANTS = (
     Mutant(
         "state forgotten among what needs a gradient",
         "ops.py",
-        "(q, k, v, g, beta, start), flat",
+        "(q, k, v, g, beta, initial_state), flat",
         "(q, k, v, g, beta), flat",
         "test_gradient",
     ),

@@ -16,8 +16,8 @@ constexpr std::int64_t kMaxBlockTokens = 16;
 // Rows of q and k are padded with zeros to whole vectors of every level.
 constexpr std::int64_t kRowMultiple = 16;
 constexpr float kNormEpsilon = 1e-6f;
-// Below it exp(g) is 0 in fp32. Such a decay resets the state, as g = -inf does, whatever the state holds: a record that
-// keeps the decay alone can then be replayed.
+// Below it exp(g) is 0 in fp32. Such a decay resets the state, as g = -inf does, whatever the state holds: a record
+// that keeps the decay alone can then be replayed.
 constexpr float kSmallestLogDecay = -104.0f;
 
 // The tokens of one (sequence, head): batch and first token of its row, and how many.
