@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ _fast: dict[str | None, dict[str, Kernel]] = {}  # by choice: op name -> native 
 reference_kernels: dict[str, Kernel] = {}
 
 _is_compiling = torch.compiler.is_compiling
+_requires_grad = attrgetter("requires_grad")
 _grad_enabled = torch.is_grad_enabled
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
@@ -255,6 +257,13 @@ def record_calls() -> Iterator[Counter[tuple[str, str]]]:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
+def _any_requires_grad(tensors: Sequence[object]) -> bool:
+    try:
+        return any(map(_requires_grad, tensors))
+    except AttributeError:  # None, or something that validation will name
+        return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+
+
 def wants_gradient(op: str, tensors: Sequence[object], flat: Sequence[Any], *, writes: str | None) -> bool:
     """Tell whether the call must be differentiable and so belongs to the reference.
 
@@ -269,7 +278,7 @@ def wants_gradient(op: str, tensors: Sequence[object], flat: Sequence[Any], *, w
         NotImplementedError: a gradient is required of a call for which a native backend was forced.
     """
     transformed = not _is_compiling() and _functorch_level() is not None
-    needed = _grad_enabled() and any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+    needed = _grad_enabled() and _any_requires_grad(tensors)
     if not (transformed or needed):
         return False
     if _recorders and _explaining.get():

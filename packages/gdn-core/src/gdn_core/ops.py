@@ -104,7 +104,7 @@ def fused_gdn_gating(
         raise TypeError(f"a: expected a torch.Tensor, got {describe(a)}")
     dtype = _wide(a)
     g = torch.empty(a.shape, dtype=dtype, device=a.device)
-    beta = torch.empty(a.shape, dtype=dtype, device=a.device)
+    beta = _empty_like(g)
     flat = (A_log, a, b, dt_bias, softplus_beta, softplus_threshold, g, beta)
     if wants_gradient("fused_gdn_gating", (A_log, a, b, dt_bias), flat, writes=None):
         return reference.fused_gdn_gating(

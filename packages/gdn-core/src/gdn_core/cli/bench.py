@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help='also write the results as JSON ("-": to stdout)')
 
 
+@torch.inference_mode()
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     output.check_json_path(args.json)
@@ -206,7 +207,7 @@ def _host_cost_us(rounds: int) -> float | None:
     function: Any = gdn_core.fused_sigmoid_gating_delta_rule_update
     timed = Timed(lambda: function(*positional, use_qk_l2norm_in_kernel=True), nullcontext)
     with torch_threads(1):
-        return 1e6 * time_in_turn([timed], max(rounds, 20))[0].median
+        return 1e6 * time_in_turn([timed], max(rounds, 50))[0].median
 
 
 # What is printed
