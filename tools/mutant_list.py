@@ -641,12 +641,18 @@ MUTANTS = (
         "test_records",
     ),
     # --- convolution --------------------------------------------------------------------------------------------------
-    Mutant("taps reversed", CONVOLUTION, "y + weight[:, j] * inputs", "y + weight[:, -1 - j] * inputs", "test_conv"),
+    Mutant(
+        "taps reversed",
+        CONVOLUTION,
+        "addcmul(y, taps[j], inputs",
+        "addcmul(y, taps[-1 - j], inputs",
+        "test_conv",
+    ),
     Mutant(
         "bias dropped",
         CONVOLUTION,
-        "bias.to(dtype).expand(x.shape)\n    for j in range(weight.shape[1])",
-        "x.new_zeros(x.shape, dtype=dtype)\n    for j in range(weight.shape[1])",
+        "bias.to(dtype).expand(x.shape)\n    for j in range(len(taps))",
+        "x.new_zeros(x.shape, dtype=dtype)\n    for j in range(len(taps))",
         "test_conv",
     ),
     Mutant("activation left out", CONVOLUTION, "y if activation is None else F.silu(y)", "y", "test_conv"),

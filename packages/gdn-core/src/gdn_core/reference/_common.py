@@ -121,9 +121,15 @@ class Pieces:
         self._is_ragged = any(c < width for c in count)
         self._valid = columns < integers(count)[:, None]
         self._tokens = integers(first)[:, None] + torch.where(self._valid, columns, 0)
+        # All tokens, in order, in pieces of one length: cutting them is a view.
+        self._is_everything = (
+            bool(first) and count == [width] * len(first) and first == list(range(0, num_tokens, width))
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         """Return all pieces of `x [T, ...]` as `[num_pieces, width, ...]`, zero beyond the end of a sequence."""
+        if self._is_everything:
+            return x.unflatten(0, self._tokens.shape)
         picked = x[self._tokens]
         if not self._is_ragged:
             return picked
@@ -139,6 +145,8 @@ class Pieces:
 
         It is 0 wherever no piece reaches.
         """
+        if self._is_everything:
+            return pieces.reshape(like.shape)
         joined = pieces.new_zeros(like.shape)
         if self._is_ragged:
             return joined.index_put((self._tokens[self._valid],), pieces[self._valid])

@@ -17,10 +17,10 @@ def convolve(history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ac
     """Return y `[M, L, C]` of raw inputs `x [M, L, C]` that follow `history [M, W-1, C]`."""
     dtype = compute_dtype(x)
     inputs = torch.cat([history.to(dtype), x.to(dtype)], dim=1)
-    weight = weight.to(dtype)
+    taps = weight.to(dtype).mT.contiguous()
     y = x.new_zeros(x.shape, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
-    for j in range(weight.shape[1]):
-        y = y + weight[:, j] * inputs[:, j : j + x.shape[1]]
+    for j in range(len(taps)):
+        y = torch.addcmul(y, taps[j], inputs[:, j : j + x.shape[1]])
     return activate(y, activation)
 
 
