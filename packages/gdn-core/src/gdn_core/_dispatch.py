@@ -258,10 +258,12 @@ def record_calls() -> Iterator[Counter[tuple[str, str]]]:
 
 
 def _any_requires_grad(tensors: Sequence[object]) -> bool:
-    try:
-        return any(map(_requires_grad, tensors))
-    except AttributeError:  # None, or something that validation will name
-        return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+    if not _is_compiling():
+        try:
+            return any(map(_requires_grad, tensors))
+        except AttributeError:
+            pass  # None, or something that validation will name
+    return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
 
 
 def wants_gradient(op: str, tensors: Sequence[object], flat: Sequence[Any], *, writes: str | None) -> bool:

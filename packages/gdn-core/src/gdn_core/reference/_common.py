@@ -129,7 +129,7 @@ class Pieces:
     def gather(self, x: Tensor) -> Tensor:
         """Return all pieces of `x [T, ...]` as `[num_pieces, width, ...]`, zero beyond the end of a sequence."""
         if self._is_everything:
-            return x.unflatten(0, self._tokens.shape)
+            return x.contiguous().view(*self._tokens.shape, *x.shape[1:])
         picked = x[self._tokens]
         if not self._is_ragged:
             return picked
