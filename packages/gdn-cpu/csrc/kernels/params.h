@@ -86,7 +86,10 @@ struct RecurrenceParams {
   const std::int64_t* source_slots = nullptr;  // [num_sequences]; negative: start from zero, read nothing
   void* destination = nullptr;
   std::int64_t destination_slot_stride = 0;
-  const std::int64_t* destination_slots = nullptr;  // [num_sequences]; negative: store nothing
+  // [num_sequences], where the last token leaves the state; or, with destination_columns, [num_sequences,
+  // destination_columns], where token t leaves it. Negative: store nothing.
+  const std::int64_t* destination_slots = nullptr;
+  std::int64_t destination_columns = 0;
 
   // Optional fp32 states after 0, 64, 128, ... tokens of each sequence (ceil(len / 64) of them), packed, in the
   // layout of the state: chunk_states + (chunk_offsets[n] + i) * HV * K * V + h * K * V.
@@ -130,16 +133,21 @@ struct RmsNormGatedParams {
 };
 
 inline constexpr std::int64_t kMaxHeadDim = 256;
-// Per-thread working memory of the recurrence: one head's state and a token's q and k.
-inline constexpr std::size_t kRecurrenceScratchBytes = (kMaxHeadDim * kMaxHeadDim + 8 * kMaxHeadDim) * sizeof(float);
+inline constexpr std::int64_t kMaxBlockTokens = 16;
 inline constexpr std::size_t kScratchAlignment = 64;
+
+// Working memory of the recurrence, one a thread.
+struct alignas(kScratchAlignment) RecurrenceScratch {
+  float state[kMaxHeadDim * kMaxHeadDim];  // of one head, between tokens
+  float qk[8 * kMaxHeadDim];               // q and k of a few tokens
+};
 
 // The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.
 // Values never depend on how: not on v_begin and v_end, not on the rows of a call.
 struct KernelTable {
   // Sequence n, value head h, value columns [v_begin, v_end); v_begin and v_end are multiples of 16 or V itself.
   void (*recurrence)(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
-                     std::int64_t v_end, void* scratch);
+                     std::int64_t v_end, RecurrenceScratch& scratch);
   void (*gating)(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
   void (*rms_norm_gated)(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
 };

@@ -6,8 +6,9 @@
 //   u = beta (v - decay (k M)),  o = scale (decay (q M) + (q k) u),  M = decay M + k u^T.
 //
 // q, k: [K], v, o: [V] per token, fp32, bf16 or fp16, any strides. State: [K, V] or [V, K] packed, fp32, bf16 or fp16.
-// g, beta: one value per token and head. All arithmetic is fp32; a half-precision state is rounded when the call's last
-// token stores it, between tokens it stays in the fp32 scratch.
+// g, beta: one value per token and head. All arithmetic is fp32. The state goes to a slot of the pool after the last
+// token, or after every token. A half-precision one is rounded where it is stored: between tokens it stays in the fp32
+// scratch. An fp32 one that every token stores is read back from its slot.
 //
 // One call computes columns [v_begin, v_end) of one (sequence, head) for all its tokens. Every element sees the same
 // operations in the same order whatever the columns and the number of tokens of the call: decoding token by token, with
@@ -38,8 +39,7 @@ struct HeadTask {
   std::int64_t v_begin, v_end;
   TokenRow row;
   const void* source;  // state of the head, null: zero
-  void* destination;   // null: not stored
-  float* scratch;      // fp32 state between tokens
+  RecurrenceScratch& scratch;
 };
 
 std::int64_t head_elements(const RecurrenceParams& p) { return p.key_dim * p.value_dim; }
@@ -55,9 +55,13 @@ const void* source_state(const RecurrenceParams& p, std::int64_t sequence, std::
   return static_cast<const char*>(p.source) + index * element_size(p.state_dtype);
 }
 
-void* destination_state(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head) {
-  if (p.destination == nullptr || p.destination_slots[sequence] < 0) return nullptr;
-  const std::int64_t index = p.destination_slots[sequence] * p.destination_slot_stride + head * head_elements(p);
+// Where token t of `count` leaves the state of the head; null: nowhere.
+void* destination_state(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head, std::int64_t t,
+                        std::int64_t count) {
+  if (p.destination == nullptr || (p.destination_columns == 0 && t + 1 < count)) return nullptr;
+  const std::int64_t row = p.destination_columns == 0 ? sequence : sequence * p.destination_columns + t;
+  if (p.destination_slots[row] < 0) return nullptr;
+  const std::int64_t index = p.destination_slots[row] * p.destination_slot_stride + head * head_elements(p);
   return static_cast<char*>(p.destination) + index * element_size(p.state_dtype);
 }
 
@@ -71,11 +75,11 @@ GDN_INLINE Tile<T> state_tile(VFirst, T* state, const RecurrenceParams& p, std::
   return {state + v * p.key_dim, p.key_dim};
 }
 GDN_INLINE Tile<float> scratch_tile(KFirst, const HeadTask& task, std::int64_t v, std::int64_t v_end) {
-  return {task.scratch + (v - task.v_begin) * task.params.key_dim, padded_row(v_end - v)};
+  return {task.scratch.state + (v - task.v_begin) * task.params.key_dim, padded_row(v_end - v)};
 }
 GDN_INLINE Tile<float> scratch_tile(VFirst, const HeadTask& task, std::int64_t v, std::int64_t) {
   const std::int64_t stride = padded_row(task.params.key_dim);
-  return {task.scratch + (v - task.v_begin) * stride, stride};
+  return {task.scratch.state + (v - task.v_begin) * stride, stride};
 }
 
 template <class Source, class T>
@@ -94,28 +98,41 @@ struct TilePass {
 
   Tile<float> scratch() const { return scratch_tile(Layout{}, task, v_begin, v_end); }
 
-  // Calls body with what the state is read from before token t: nothing, the source, or the scratch.
-  template <class Body>
-  void with_source(std::int64_t t, bool is_reset, Body body) const {
-    if (is_reset || (t == 0 && task.source == nullptr)) {
-      body(Absent{});
-    } else if (t == 0) {
-      body(state_tile(Layout{}, static_cast<const State*>(task.source), task.params, v_begin));
-    } else {
-      body(Tile<const float>{scratch().data, scratch().stride});
-    }
+  // The slot that token t leaves the state in; null: none.
+  State* slot_after(std::int64_t t) const {
+    return static_cast<State*>(destination_state(task.params, task.sequence, task.head, t, task.row.count));
+  }
+  template <class T>
+  Tile<T> tile_of(T* state) const {
+    return state_tile(Layout{}, state, task.params, v_begin);
   }
 
-  // Calls body with what the state is written to after token t.
+  // Calls body with what the state is read from before token t: nothing, the source, the slot that the token before
+  // left it in, or the scratch.
+  template <class Body>
+  void with_source(std::int64_t t, bool is_reset, Body body) const {
+    if (is_reset || (t == 0 && task.source == nullptr)) return body(Absent{});
+    if (t == 0) return body(tile_of(static_cast<const State*>(task.source)));
+    if constexpr (kIsFloat<State>) {
+      if (const State* slot = slot_after(t - 1)) return body(tile_of(slot));
+    }
+    body(Tile<const float>{scratch().data, scratch().stride});
+  }
+
+  // Calls body with what token t writes the state to, so that the next token finds it unrounded.
   template <class Body>
   void with_destination(std::int64_t t, Body body) const {
-    if (t + 1 < task.row.count) {
-      body(scratch());
-    } else if (task.destination != nullptr) {
-      body(state_tile(Layout{}, static_cast<State*>(task.destination), task.params, v_begin));
-    } else {
-      body(Absent{});
-    }
+    const bool is_last = t + 1 == task.row.count;
+    State* slot = is_last || kIsFloat<State> ? slot_after(t) : nullptr;
+    if (slot != nullptr) return body(tile_of(slot));
+    if (is_last) return body(Absent{});
+    body(scratch());
+  }
+
+  // A half-precision slot that a token before the last one leaves the state in.
+  void round_to_slot(std::int64_t t) const {
+    if (kIsFloat<State> || t + 1 == task.row.count) return;
+    if (State* slot = slot_after(t)) copy_state(Layout{}, task, scratch(), tile_of(slot), v_end - v_begin);
   }
 
   void save_chunk_state(std::int64_t t) const {
@@ -156,9 +173,10 @@ struct TilePass {
       const std::int64_t t = first + i;
       if (task.params.chunk_states != nullptr && t % kChunkTokens == 0) save_chunk_state(t);
       const Token current = token(block, i, t);
-      with_source(t, block.is_reset[i], [&](auto source) {
+      with_source(t, is_reset(current.decay), [&](auto source) {
         with_destination(t, [&](auto destination) { step(Layout{}, current, source, destination); });
       });
+      round_to_slot(t);
     }
   }
 };
@@ -167,21 +185,24 @@ struct TilePass {
 // have started from zero stays as it is.
 template <class Layout, class State>
 void copy_head(const HeadTask& task) {
-  if (task.destination == nullptr || task.destination == task.source) return;
-  if (task.source == nullptr && task.params.source == task.params.destination) return;
-  const Tile<State> to = state_tile(Layout{}, static_cast<State*>(task.destination), task.params, task.v_begin);
-  TilePass<Layout, State>{task, task.v_begin, task.v_end}.with_source(
-      0, false, [&](auto from) { copy_state(Layout{}, task, from, to, task.v_end - task.v_begin); });
+  const RecurrenceParams& p = task.params;
+  if (p.destination_columns != 0) return;
+  void* destination = destination_state(p, task.sequence, task.head, 0, 0);
+  if (destination == nullptr || destination == task.source) return;
+  if (task.source == nullptr && p.source == p.destination) return;
+  const TilePass<Layout, State> pass{task, task.v_begin, task.v_end};
+  const Tile<State> to = pass.tile_of(static_cast<State*>(destination));
+  pass.with_source(0, false, [&](auto from) { copy_state(Layout{}, task, from, to, task.v_end - task.v_begin); });
 }
 
 template <class Layout, class State>
-void run_head(const HeadTask& task, float* token_memory) {
+void run_head(const HeadTask& task) {
   if (task.row.count == 0) return copy_head<Layout, State>(task);
   TokenBlock block;
   const std::int64_t capacity = block_tokens(task.params.key_dim);
   block.row_stride = padded_row(task.params.key_dim);
-  block.q = token_memory;
-  block.k = token_memory + capacity * block.row_stride;
+  block.q = task.scratch.qk;
+  block.k = task.scratch.qk + capacity * block.row_stride;
   const std::int64_t tile = task.row.count == 1 ? kMaxHeadDim : kTileColumns;
   for (std::int64_t t = 0; t < task.row.count; t += capacity) {
     block.count = min_of(capacity, task.row.count - t);
@@ -194,22 +215,21 @@ void run_head(const HeadTask& task, float* token_memory) {
 }
 
 template <class Layout>
-void run_dtype(const HeadTask& task, float* token_memory) {
+void run_dtype(const HeadTask& task) {
   switch (task.params.state_dtype) {
     case DType::kFloat32:
-      return run_head<Layout, float>(task, token_memory);
+      return run_head<Layout, float>(task);
     case DType::kBFloat16:
-      return run_head<Layout, BFloat16>(task, token_memory);
+      return run_head<Layout, BFloat16>(task);
     case DType::kFloat16:
-      return run_head<Layout, Float16>(task, token_memory);
+      return run_head<Layout, Float16>(task);
   }
 }
 
 }  // namespace
 
 void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
-                std::int64_t v_end, void* scratch) {
-  float* memory = static_cast<float*>(scratch);
+                std::int64_t v_end, RecurrenceScratch& scratch) {
   const HeadTask task{.params = params,
                       .sequence = sequence,
                       .head = head,
@@ -217,13 +237,11 @@ void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int6
                       .v_end = v_end,
                       .row = tokens_of(params, sequence),
                       .source = source_state(params, sequence, head),
-                      .destination = destination_state(params, sequence, head),
-                      .scratch = memory};
-  float* token_memory = memory + kMaxHeadDim * kMaxHeadDim;
+                      .scratch = scratch};
   if (params.state_v_first) {
-    run_dtype<VFirst>(task, token_memory);
+    run_dtype<VFirst>(task);
   } else {
-    run_dtype<KFirst>(task, token_memory);
+    run_dtype<KFirst>(task);
   }
 }
 

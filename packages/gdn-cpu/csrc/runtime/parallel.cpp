@@ -63,12 +63,11 @@ struct FreeDeleter {
 };
 
 // Working memory of the calling thread, allocated on its first use and kept.
-void* thread_scratch() {
-  static_assert(kRecurrenceScratchBytes % kScratchAlignment == 0);
+RecurrenceScratch& thread_scratch() {
   thread_local const std::unique_ptr<void, FreeDeleter> scratch{
-      std::aligned_alloc(kScratchAlignment, kRecurrenceScratchBytes)};
+      std::aligned_alloc(alignof(RecurrenceScratch), sizeof(RecurrenceScratch))};
   if (scratch == nullptr) std::abort();  // out of memory inside a parallel region: nothing sensible is left to do
-  return scratch.get();
+  return *static_cast<RecurrenceScratch*>(scratch.get());
 }
 
 std::int64_t sequence_length(const RecurrenceParams& params, std::int64_t sequence) {

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps that verify draft tokens: against float64, and bit for bit against decoding token by token."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from contract_calls import DECODE, FLOATS, THREADS, call, same_bits, untouched
+from gdn_core.testing import clone, inputs, oracle, packed_relative_error, relative_error, to_float64, tolerance
+
+SPEC = f"{DECODE}_spec"
+
+# (H, HV, K, V): the models' own, tails of every width, odd groups, the largest.
+SHAPES = ((2, 4, 128, 128), (3, 6, 48, 80), (1, 3, 17, 33), (2, 10, 3, 5), (1, 1, 256, 200))
+LAYOUTS = pytest.mark.parametrize("state_v_first", [False, True], ids=["k_first", "v_first"])
+PER_TOKEN = {"q": 1, "k": 1, "v": 1, "a": 0, "b": 0}
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def check_outputs(arguments, o, expected, what, half=0.0):
+    """Compare outputs with float64; one rounding of few half-precision values does not average."""
+    lengths = [length for length in arguments["cu_seqlens"].diff().tolist() if length > 0]
+    bound = tolerance(what, o.dtype)
+    if o.element_size() == 2 and min(lengths, default=0) * o.shape[-1] < 64:
+        bound = max(bound, 2.0**-8)
+    assert packed_relative_error(o, expected, arguments["cu_seqlens"]) <= max(bound, half)
+
+
+def half_bound(pool, dtype):
+    return tolerance("decode_half_pool", dtype) if pool.element_size() == 2 else 0.0
+
+
+def check_spec(arguments, guarded):
+    """Run a several-slots call, compare it with float64 and look after the guards."""
+    wide = to_float64(arguments)
+    expected = oracle.fused_sigmoid_gating_delta_rule_update_spec(**wide)
+    with untouched(arguments, "initial_state_source"):
+        o = call(SPEC, arguments)
+    dtype, half = arguments["q"].dtype, half_bound(guarded.pool, arguments["q"].dtype)
+    check_outputs(arguments, o, expected, "decode_output", half)
+    expected_pool = wide["initial_state_source"]
+    assert relative_error(guarded.pool, expected_pool, (2, 3)) <= max(tolerance("decode_state", dtype), half)
+    guarded.check()
+    return o
+
+
+# --- several slots against float64 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@LAYOUTS
+def test_several_slots_of_ragged_rows(impl, shape, dtype, state_v_first):
+    arguments, guarded = inputs.spec_arguments(
+        (4, 1, 0, 2, 3), 4, *shape, accepted=(3, 1, 2, 0, 4), dtype=dtype, state_v_first=state_v_first, is_packed=True
+    )
+    check_spec(arguments, guarded)
+
+
+@pytest.mark.parametrize("S", range(1, 17))
+def test_tables_of_up_to_16_columns(impl, S):
+    lengths, accepted = (S, max(S - 1, 1), 1), (S, 0, (S + 1) // 2)
+    arguments, guarded = inputs.spec_arguments(lengths, S, 2, 6, 24, 40, accepted=accepted, state_v_first=S % 2 == 0)
+    check_spec(arguments, guarded)
+
+
+@pytest.mark.parametrize("state_dtype", FLOATS[1:], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@LAYOUTS
+def test_several_slots_in_half_precision(impl, state_dtype, dtype, state_v_first):
+    arguments, guarded = inputs.spec_arguments(
+        (4, 2, 3), 4, 2, 4, 33, 18, accepted=(4, 1, 2), dtype=dtype, state_dtype=state_dtype,
+        state_v_first=state_v_first,
+    )  # fmt: skip
+    check_spec(arguments, guarded)
+
+
+@pytest.mark.parametrize("state_dtype", FLOATS[1:], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@LAYOUTS
+def test_a_half_precision_pool_is_rounded_only_where_it_is_stored(native_impl, state_dtype, shape, state_v_first):
+    arguments, guarded = inputs.spec_arguments(
+        (5, 1, 3), 5, *shape, accepted=(2, 1, 5), state_dtype=state_dtype, state_v_first=state_v_first
+    )
+    arguments["spec_state_indices"][0, 2] = -1
+    wide = {**arguments, "initial_state_source": guarded.pool.float()}
+    assert same_bits(call(SPEC, arguments), call(SPEC, wide))
+    assert same_bits(guarded.pool, wide["initial_state_source"].to(state_dtype))
+    guarded.check()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+def test_options_of_several_slots(impl, normalize, out_dtype):
+    arguments, guarded = inputs.spec_arguments((3, 2), 3, 2, 4, 16, 24, accepted=(2, 1), dtype=torch.bfloat16)
+    arguments |= {"use_qk_l2norm_in_kernel": normalize, "scale": 0.3, "softplus_beta": 1.5, "softplus_threshold": 2.0}
+    arguments["k"] = arguments["k"] / 4
+    out = torch.full((1, 5, 4, 24), math.nan, dtype=out_dtype)
+    expected = oracle.fused_sigmoid_gating_delta_rule_update_spec(**to_float64(arguments))
+    assert call(SPEC, {**arguments, "out": out}) is out
+    check_outputs(arguments, out, expected, "decode_output")
+    guarded.check()
+
+
+# --- padding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pad", [-1, 3], ids=["negative", "null"])
+@pytest.mark.parametrize("state_dtype", FLOATS[:2], ids=str)
+@LAYOUTS
+def test_a_padded_column_skips_its_store_only(impl, pad, state_dtype, state_v_first):
+    arguments, guarded = inputs.spec_arguments(
+        (4, 4, 4), 4, 2, 4, 12, 20, accepted=(1, 2, 3), state_dtype=state_dtype, state_v_first=state_v_first
+    )
+    arguments["null_slot"] = 3
+    table = torch.tensor([[0, 1, 2, 4], [5, 6, 7, 8], [9, 10, 11, 12]], dtype=torch.int64)
+    full = clone({**arguments, "spec_state_indices": table.clone()})
+    expected = call(SPEC, full)
+    for row, column in ((0, 1), (0, 3), (1, 0), (2, 3)):
+        table[row, column] = pad
+    arguments["spec_state_indices"] = table
+    before = guarded.pool.clone()
+    assert same_bits(call(SPEC, arguments), expected)
+    skipped = [1, 4, 5, 12]
+    stored = [slot for slot in range(13) if slot not in skipped and slot != 3]
+    assert same_bits(guarded.pool[stored], full["initial_state_source"][stored])
+    assert same_bits(guarded.pool[[*skipped, 3, 13, 14]], before[[*skipped, 3, 13, 14]])
+    guarded.check()
+
+
+@pytest.mark.parametrize("pad", [-1, 0], ids=["negative", "null"])
+def test_a_padded_source_makes_the_row_padding(impl, pad):
+    arguments, guarded = inputs.spec_arguments((3, 2, 3), 3, 2, 4, 12, 20, accepted=(2, 2, 1))
+    arguments["spec_state_indices"] = torch.tensor([[1, 2, 3], [4, pad, 5], [6, 7, 8]])
+    arguments["null_slot"] = 0
+    for name in PER_TOKEN:
+        arguments[name] = arguments[name].clone()
+        arguments[name].narrow(PER_TOKEN[name], 3, 2).fill_(math.nan)
+    arguments["out"] = torch.full((1, 8, 4, 20), math.nan)
+    before = guarded.pool.clone()
+    o = call(SPEC, arguments)
+    assert bool((o[:, 3:5] == 0).all())
+    assert bool(o[:, :3].isfinite().all()) and bool(o[:, 5:].isfinite().all())
+    assert same_bits(guarded.pool[[0, 4, 5]], before[[0, 4, 5]])
+    guarded.check()
+
+
+def test_tokens_outside_every_row_give_zeros(impl):
+    arguments, _ = inputs.spec_arguments((2, 3, 2, 3), 3, 2, 4, 12, 20, accepted=(1, 2, 1, 3))
+    arguments["spec_state_indices"] = arguments["spec_state_indices"][1:3]
+    arguments["num_accepted_tokens"] = ints(2, 0)
+    arguments["cu_seqlens"] = ints(2, 5, 7)
+    for name, dim in PER_TOKEN.items():
+        arguments[name] = arguments[name].clone()
+        arguments[name].narrow(dim, 0, 2).fill_(math.nan)
+        arguments[name].narrow(dim, 7, 3).fill_(math.nan)
+    o = call(SPEC, {**arguments, "out": torch.full((1, 10, 4, 20), math.nan)})
+    assert bool((o[:, :2] == 0).all()) and bool((o[:, 7:] == 0).all())
+    assert bool(o[:, 2:7].isfinite().all())
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 2, 0), ()], ids=str)
+def test_rows_of_no_tokens_change_nothing(impl, lengths):
+    arguments, guarded = inputs.spec_arguments(lengths, 2, 2, 4, 12, 20)
+    before = guarded.pool.clone()
+    call(SPEC, arguments)
+    table = arguments["spec_state_indices"].tolist()
+    idle = [slot for row, length in zip(table, lengths, strict=True) if length == 0 for slot in row]
+    assert same_bits(guarded.pool[idle], before[idle])
+    guarded.check()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("num_accepted_tokens", ints(3, 4), ValueError, r"expected values in \[0, 3\], got \[3, 4\]"),
+        ("num_accepted_tokens", ints(-1, 2), ValueError, r"expected values in \[0, 3\], got \[-1, 2\]"),
+        ("num_accepted_tokens", ints(1), ValueError, r"expected \[2\], got int32 \[1\]"),
+        ("num_accepted_tokens", torch.ones(2), TypeError, r"expected int32 or int64 \[2\], got float32 \[2\]"),
+        ("cu_seqlens", ints(0, 4, 5), ValueError, "expected rows of at most 3 tokens, got one of 4"),
+        ("cu_seqlens", ints(0, 3, 2), ValueError, r"expected non-decreasing offsets in \[0, 5\], got \[0, 3, 2\]"),
+        ("cu_seqlens", ints(0, 3, 6), ValueError, r"expected non-decreasing offsets in \[0, 5\], got \[0, 3, 6\]"),
+        ("cu_seqlens", ints(0, 5), ValueError, r"expected \[3\], got int32 \[2\]"),
+        ("spec_state_indices", ints(0, 1, 2), ValueError, r"expected \[N, S\], got int32 \[3\]"),
+        ("spec_state_indices", torch.zeros(2, 17, dtype=torch.int32), ValueError, r"expected 1 to 16 columns, got"),
+        ("spec_state_indices", torch.tensor([[0, 1, 2], [3, 4, 9]]), IndexError, "expected slots below 9, got 9"),
+        ("initial_state_source", torch.zeros(9, 4, 12, 19), ValueError, r"expected \[P, 4, 12, 20\], got"),
+    ],
+    ids=lambda value: None if isinstance(value, torch.Tensor) else str(value)[:24],
+)
+def test_errors_before_anything_is_written(impl, name, value, error, message):
+    arguments, _ = inputs.spec_arguments((3, 2), 3, 2, 4, 12, 20, accepted=(2, 1))
+    arguments |= {"out": torch.full((1, 5, 4, 20), 7.0), name: value}
+    with untouched(arguments), pytest.raises(error, match=f"^{name}: {message}"):
+        call(SPEC, arguments)
+
+
+# --- bit for bit: any acceptance pattern is plain decode --------------------------------------------------------------
+
+
+class SeveralSlots:
+    """Requests that keep a state per token of a step; the state of request n is in its first slot at first."""
+
+    def __init__(self, common, states, S):
+        N = len(states)
+        rng = inputs.generator(3)
+        self.guarded = inputs.guarded_pool(N * S + 2, states.shape[1:], states.dtype)
+        self.table = inputs.distinct_slots(N * S, N * S + 2, rng).view(N, S)
+        self.guarded.pool[self.table[:, 0].long()] = states
+        self.arguments = {**common, "initial_state_source": self.guarded.pool, "spec_state_indices": self.table}
+
+    def step(self, tokens, cu_seqlens, accepted):
+        arguments = {**self.arguments, **tokens, "cu_seqlens": cu_seqlens, "num_accepted_tokens": accepted}
+        return call(SPEC, arguments)
+
+    def check_states(self, n, states):
+        """Compare the states after each token of the last step."""
+        slots = self.table[n, : len(states)].long()
+        assert same_bits(self.guarded.pool[slots], torch.stack(states))
+
+
+FORMS = [pytest.param(SeveralSlots, id="several_slots")]
+
+
+def draw_tokens(count, shape, dtype, seed):
+    arguments, _ = inputs.decode_arguments((1,) * count, *shape, dtype=dtype, seed=seed, is_packed=True)
+    return {name: arguments[name] for name in PER_TOKEN}
+
+
+def some_tokens(tokens, start, length):
+    return {name: tokens[name].narrow(dim, start, length) for name, dim in PER_TOKEN.items()}
+
+
+def decode_one_by_one(common, tokens, state, length):
+    """Return the outputs of plain decode, and the state after each token."""
+    pool, outputs, states = state[None].clone(), [], []
+    for t in range(length):
+        one = some_tokens(tokens, t, 1)
+        slot = {"initial_state_source": pool, "initial_state_indices": ints(0)}
+        outputs.append(call(DECODE, {**common, **one, **slot}))
+        states.append(pool[0].clone())
+    return torch.cat(outputs, dim=1), states
+
+
+def chain(form_class, shape, S, state_v_first, dtype, rows=2, steps=6):
+    """Speculate for several steps of ragged rows and random acceptance; every output and state must be decode's."""
+    _, HV, K, V = shape
+    draw = random.Random(f"{shape} {S}")
+    seed_arguments, _ = inputs.decode_arguments((1,), *shape, dtype=dtype)
+    common = {name: seed_arguments[name] for name in ("A_log", "dt_bias", "use_qk_l2norm_in_kernel")}
+    common["state_v_first"] = state_v_first
+    inner = (V, K) if state_v_first else (K, V)
+    states = list(inputs.normal((rows, HV, *inner), inputs.generator(1), torch.float32))
+    form = form_class(common, torch.stack(states), S)
+    accepted = [0] * rows
+    for step in range(steps):
+        lengths = [S if step % 3 == 0 else draw.randint(0, S) for _ in range(rows)]
+        tokens = draw_tokens(sum(lengths), shape, dtype, seed=step + 1)
+        torch.set_num_threads(THREADS[step % len(THREADS)])
+        o = form.step(tokens, inputs.offsets(lengths), ints(*accepted))
+        start = 0
+        for n, length in enumerate(lengths):
+            if length == 0:
+                continue
+            expected, after = decode_one_by_one(common, some_tokens(tokens, start, length), states[n], length)
+            assert same_bits(o[:, start : start + length], expected), (step, n)
+            form.check_states(n, after)
+            # Everything, nothing (which acts as one), or any number of the tokens.
+            accepted[n] = (length, 0, draw.randint(1, length))[draw.randint(0, 2)]
+            states[n] = after[max(accepted[n], 1) - 1]
+            start += length
+    form.guarded.check()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("S", [1, 2, 4, 16])
+@LAYOUTS
+def test_any_acceptance_pattern_is_decode_token_by_token(native_impl, form, shape, S, state_v_first):
+    if S == 16 and shape[2] * shape[3] > 8192:
+        pytest.skip("long rows of large heads: nothing that the others lack")
+    chain(form, shape, S, state_v_first, FLOATS[SHAPES.index(shape) % 3])
+
+
+def test_every_number_of_accepted_tokens(native_impl):
+    for S in range(1, 9):
+        for count in range(1, S + 1):
+            arguments, guarded = inputs.spec_arguments((S,), S, 1, 2, 20, 36, accepted=(count,))
+            source = guarded.pool[arguments["spec_state_indices"][0, count - 1]].clone()
+            tokens = {name: arguments[name] for name in PER_TOKEN}
+            common = {name: arguments[name] for name in ("A_log", "dt_bias", "use_qk_l2norm_in_kernel")}
+            expected, after = decode_one_by_one(common, tokens, source, S)
+            assert same_bits(call(SPEC, arguments), expected)
+            assert same_bits(guarded.pool[arguments["spec_state_indices"][0].long()], torch.stack(after))
+
+
+# --- bit for bit: alone, in a batch, at any number of threads ---------------------------------------------------------
+
+
+def one_row(arguments, row, per_row):
+    """Keep one row of a call, on a pool of its own."""
+    start, end = arguments["cu_seqlens"][row : row + 2].tolist()
+    alone = clone(arguments)
+    alone |= some_tokens(alone, start, end - start)
+    alone |= {name: alone[name][row : row + 1] for name in per_row}
+    return {**alone, "cu_seqlens": ints(0, end - start)}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@LAYOUTS
+def test_several_slots_alone_and_at_any_thread_count(native_impl, shape, state_v_first):
+    state_dtype = FLOATS[SHAPES.index(shape) % 3]
+    arguments, _ = inputs.spec_arguments(
+        (3, 1, 4, 2), 4, *shape, accepted=(1, 4, 2, 0), state_dtype=state_dtype, state_v_first=state_v_first
+    )
+    torch.set_num_threads(1)
+    whole = clone(arguments)
+    expected = call(SPEC, whole)
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        again = clone(arguments)
+        assert same_bits(call(SPEC, again), expected)
+        assert same_bits(again["initial_state_source"], whole["initial_state_source"])
+        row = threads % 4
+        alone = one_row(arguments, row, ("spec_state_indices", "num_accepted_tokens"))
+        start, end = arguments["cu_seqlens"][row : row + 2].tolist()
+        assert same_bits(call(SPEC, alone), expected[:, start:end])
+        slots = alone["spec_state_indices"][0, : end - start].long()
+        assert same_bits(alone["initial_state_source"][slots], whole["initial_state_source"][slots])
