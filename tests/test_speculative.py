@@ -13,6 +13,7 @@ from contract_calls import DECODE, FLOATS, THREADS, call, same_bits, untouched
 from gdn_core.testing import clone, inputs, oracle, packed_relative_error, relative_error, to_float64, tolerance
 
 SPEC = f"{DECODE}_spec"
+FUSED = "fused_gdn_decode_post_conv_mtp"
 
 # (H, HV, K, V): the models' own, tails of every width, odd groups, the largest.
 SHAPES = ((2, 4, 128, 128), (3, 6, 48, 80), (1, 3, 17, 33), (2, 10, 3, 5), (1, 1, 256, 200))
@@ -106,6 +107,139 @@ def test_options_of_several_slots(impl, normalize, out_dtype):
     expected = oracle.fused_sigmoid_gating_delta_rule_update_spec(**to_float64(arguments))
     assert call(SPEC, {**arguments, "out": out}) is out
     check_outputs(arguments, out, expected, "decode_output")
+    guarded.check()
+
+
+# --- the fused step ---------------------------------------------------------------------------------------------------
+
+
+def check_fused(arguments, guarded):
+    """Run a fused call, compare it with float64 and look after the guards."""
+    wide = to_float64(arguments)
+    expected = oracle.fused_gdn_decode_post_conv_mtp(**wide)
+    with untouched(arguments, "state"):
+        o = call(FUSED, arguments)
+    dtype, half = arguments["mixed_qkv"].dtype, half_bound(guarded.pool, arguments["mixed_qkv"].dtype)
+    check_outputs(arguments, o[None], expected[None], "fused_decode", half)
+    assert relative_error(guarded.pool, wide["state"], (2, 3)) <= max(tolerance("decode_state", dtype), half)
+    guarded.check()
+
+
+def split_channels(arguments, H, K):
+    """Return q, k and v as views of mixed_qkv."""
+    T, HV, V = arguments["output_gate"].shape
+    q, k, v = arguments["mixed_qkv"].split([H * K, H * K, HV * V], dim=-1)
+    return {"q": q.view(1, T, H, K), "k": k.view(1, T, H, K), "v": v.view(1, T, HV, V)}
+
+
+def composed(arguments, H, K):
+    """Return what the fused step gives as separate operations, o between them in fp32."""
+    tokens = split_channels(arguments, H, K)
+    steps = {name: arguments[name] for name in ("A_log", "dt_bias", "a", "b", "num_accepted_tokens", "cu_seqlens")}
+    steps |= {name: arguments[name] for name in ("state_v_first", "null_slot", "scale") if name in arguments}
+    steps |= {"initial_state_source": arguments["state"], "spec_state_indices": arguments["state_indices"]}
+    out = torch.empty(tokens["v"].shape, dtype=torch.float32)
+    o = call(SPEC, {**steps, **tokens, "use_qk_l2norm_in_kernel": True, "out": out})
+    gate, activation = arguments["output_gate"], arguments["output_gate_activation"]
+    norm = {"x": o[0], "gate": gate, "weight": arguments["norm_weight"], "eps": arguments["norm_eps"]}
+    return call("rms_norm_gated", {**norm, "activation": activation, "out": torch.empty_like(gate)})
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@LAYOUTS
+def test_the_fused_step_of_ragged_rows(impl, shape, dtype, state_v_first):
+    activation = ("silu", "swish", "sigmoid")[FLOATS.index(dtype)]
+    arguments, guarded = inputs.fused_decode_arguments(
+        (4, 1, 0, 2, 3), 4, *shape, accepted=(3, 1, 2, 0, 4), dtype=dtype, state_v_first=state_v_first,
+        activation=activation,
+    )  # fmt: skip
+    check_fused(arguments, guarded)
+
+
+@pytest.mark.parametrize("S", range(1, 17))
+def test_the_fused_step_of_up_to_16_tokens(impl, S):
+    lengths, accepted = (S, max(S - 1, 1), 1), (S, 0, (S + 1) // 2)
+    arguments, guarded = inputs.fused_decode_arguments(lengths, S, 2, 6, 24, 40, accepted=accepted)
+    check_fused(arguments, guarded)
+
+
+@pytest.mark.parametrize("state_dtype", FLOATS[1:], ids=str)
+@LAYOUTS
+def test_the_fused_step_in_half_precision(impl, state_dtype, state_v_first):
+    arguments, guarded = inputs.fused_decode_arguments(
+        (4, 2, 3), 4, 2, 4, 33, 18, accepted=(4, 1, 2), dtype=torch.bfloat16, state_dtype=state_dtype,
+        state_v_first=state_v_first,
+    )  # fmt: skip
+    check_fused(arguments, guarded)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@LAYOUTS
+def test_the_fused_step_is_its_steps(native_impl, shape, dtype, state_v_first):
+    H, HV, K, V = shape
+    arguments, guarded = inputs.fused_decode_arguments(
+        (3, 4, 1), 4, *shape, accepted=(3, 1, 2), dtype=dtype, state_v_first=state_v_first
+    )
+    arguments |= {"scale": 0.7, "norm_weight": arguments["norm_weight"].to(dtype)}
+    separate = clone(arguments)
+    expected = composed(separate, H, K)
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        again = clone(arguments)
+        assert same_bits(call(FUSED, again), expected)
+        assert same_bits(again["state"], separate["state"])
+    for out_dtype in FLOATS:
+        out = torch.full((8, HV, V + 3), math.nan, dtype=out_dtype)[..., :V]
+        assert call(FUSED, {**clone(arguments), "out": out}) is out
+        assert packed_relative_error(out[None], expected[None], arguments["cu_seqlens"]) <= 1e-2
+    guarded.check()
+
+
+def test_the_fused_step_alone(native_impl):
+    arguments, _ = inputs.fused_decode_arguments((3, 1, 4), 4, 2, 4, 40, 72, accepted=(2, 4, 1))
+    whole = clone(arguments)
+    expected = call(FUSED, whole)
+    for row, (start, end) in enumerate(((0, 3), (3, 4), (4, 8))):
+        alone = clone(arguments)
+        alone |= {name: alone[name][start:end] for name in ("mixed_qkv", "a", "b", "output_gate")}
+        alone |= {name: alone[name][row : row + 1] for name in ("state_indices", "num_accepted_tokens")}
+        alone["cu_seqlens"] = ints(0, end - start)
+        assert same_bits(call(FUSED, alone), expected[start:end])
+        slots = alone["state_indices"][0, : end - start].long()
+        assert same_bits(alone["state"][slots], whole["state"][slots])
+
+
+def test_key_heads_follow_from_the_channels(impl):
+    arguments, _ = inputs.fused_decode_arguments((2, 1), 2, 3, 6, 20, 12)
+    expected = call(FUSED, clone(arguments))
+    assert same_bits(call(FUSED, {**clone(arguments), "num_key_heads": None}), expected)
+
+
+def test_strided_operands_of_the_fused_step(impl):
+    arguments, _ = inputs.fused_decode_arguments((2, 1), 2, 3, 6, 20, 12, dtype=torch.bfloat16)
+    expected = call(FUSED, clone(arguments))
+    strided = clone(arguments)
+    for name in ("mixed_qkv", "output_gate", "a", "b", "norm_weight"):
+        x = strided[name]
+        strided[name] = torch.stack([x, torch.full_like(x, math.nan)], dim=-1)[..., 0]
+    with untouched(strided, "state"):
+        assert same_bits(call(FUSED, strided), expected)
+
+
+def test_padding_of_the_fused_step(impl):
+    arguments, guarded = inputs.fused_decode_arguments((2, 3, 1, 2), 3, 2, 4, 12, 20, accepted=(1, 2, 3, 1))
+    arguments["state_indices"] = torch.tensor([[1, 2, 3], [4, -1, 5], [6, 7, 0]])
+    arguments |= {"null_slot": 0, "cu_seqlens": ints(0, 2, 5, 6), "num_accepted_tokens": ints(1, 2, 3)}
+    for name in ("mixed_qkv", "output_gate", "a", "b"):
+        arguments[name] = arguments[name].clone()
+        arguments[name][2:] = math.nan
+    before = guarded.pool.clone()
+    o = call(FUSED, {**arguments, "out": torch.full((8, 4, 20), math.nan)})
+    assert bool(o[:2].isfinite().all()) and bool((o[:2] != 0).any())
+    assert bool((o[2:] == 0).all())
+    assert same_bits(guarded.pool[[0, 3, 4, 5, 6, 7]], before[[0, 3, 4, 5, 6, 7]])
     guarded.check()
 
 

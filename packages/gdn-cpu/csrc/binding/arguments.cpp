@@ -36,21 +36,48 @@ double positive(handle value, Name name) {
   return result;
 }
 
+double non_negative(handle value, Name name) {
+  const double result = number(value, name);
+  if (!(result >= 0)) raise_value(cat({name, ": expected a number >= 0, got ", std::to_string(result)}));
+  return result;
+}
+
 std::optional<double> optional_number(handle value, Name name) {
   if (value.is_none()) return std::nullopt;
   return number(value, name);
 }
 
-std::optional<std::int64_t> optional_integer(handle value, Name name) {
-  if (value.is_none()) return std::nullopt;
+namespace {
+
+std::int64_t as_integer(handle value, Name name, Name expected) {
   PyObject* index = PyNumber_Index(value.ptr());
   const long long result = index != nullptr ? PyLong_AsLongLong(index) : -1;
   Py_XDECREF(index);
   if (PyErr_Occurred() != nullptr) {
     PyErr_Clear();
-    raise_type(cat({name, ": expected an int or None, got ", nb::type_name(value.type()).c_str()}));
+    raise_type(cat({name, ": expected ", expected, ", got ", nb::type_name(value.type()).c_str()}));
   }
   return result;
+}
+
+}  // namespace
+
+std::int64_t integer(handle value, Name name) { return as_integer(value, name, "an int"); }
+
+std::optional<std::int64_t> optional_integer(handle value, Name name) {
+  if (value.is_none()) return std::nullopt;
+  return as_integer(value, name, "an int or None");
+}
+
+GateActivation gate_activation(handle value, Name name) {
+  if (PyUnicode_Check(value.ptr())) {
+    const char* utf8 = PyUnicode_AsUTF8AndSize(value.ptr(), nullptr);
+    if (utf8 == nullptr) throw nb::python_error();
+    const std::string_view text = utf8;
+    if (text == "silu" || text == "swish") return GateActivation::kSilu;
+    if (text == "sigmoid") return GateActivation::kSigmoid;
+  }
+  raise_value(cat({name, ": expected one of 'silu', 'swish', 'sigmoid', got ", nb::repr(value).c_str()}));
 }
 
 bool debug_checks() {

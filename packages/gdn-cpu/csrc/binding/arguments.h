@@ -19,8 +19,13 @@ using nb::handle;
 bool flag(handle value, Name name);
 double number(handle value, Name name);
 double positive(handle value, Name name);
+double non_negative(handle value, Name name);
 std::optional<double> optional_number(handle value, Name name);
+std::int64_t integer(handle value, Name name);
 std::optional<std::int64_t> optional_integer(handle value, Name name);
+
+// 'silu', 'swish' or 'sigmoid'.
+GateActivation gate_activation(handle value, Name name);
 
 // True under GDN_DEBUG=1.
 bool debug_checks();

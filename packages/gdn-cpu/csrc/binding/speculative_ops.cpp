@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decode steps that verify draft tokens.
+// Decode steps that verify draft tokens, from q, k and v or straight from the convolution's output.
+#include <algorithm>
+
 #include "ops.h"
 #include "recurrence_call.h"
 
@@ -25,6 +27,64 @@ void plan_several_slots(const TensorView& table_view, Name table_name, const Ten
   }
 }
 
+// What both forms of the fused step take, but the rows and their slots.
+struct FusedArguments {
+  TensorView &mixed_qkv, &a, &b, &A_log, &dt_bias, &state, &output_gate, &norm_weight;
+  handle scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first;
+  TensorView& out;
+};
+
+// Channels q | k | v of mixed_qkv [T, C]; HV and V are those of output_gate [T, HV, V].
+Sizes check_channels(const FusedArguments& args) {
+  check_floating(args.mixed_qkv, "mixed_qkv", {"T", "C"});
+  const std::int64_t tokens = args.mixed_qkv.size(0), channels = args.mixed_qkv.size(1);
+  check_floating(args.output_gate, "output_gate", {tokens, "HV", "V"});
+  const std::int64_t value_heads = args.output_gate.size(1), value_dim = args.output_gate.size(2);
+  const std::int64_t key_dim = integer(args.head_k_dim, "head_k_dim");
+  if (key_dim < 1) decline("head_k_dim: below 1");
+  const std::int64_t key_channels = std::max<std::int64_t>(0, channels - value_heads * value_dim);
+  const std::int64_t key_heads =
+      optional_integer(args.num_key_heads, "num_key_heads").value_or(key_channels / (2 * key_dim));
+  if (channels != 2 * key_heads * key_dim + value_heads * value_dim) {
+    raise_value(cat({"mixed_qkv: expected [", std::to_string(tokens), ", 2 * ", std::to_string(key_heads), " * ",
+                     std::to_string(key_dim), " + ", std::to_string(value_heads), " * ", std::to_string(value_dim),
+                     "], got ", describe(args.mixed_qkv)}));
+  }
+  const Sizes s{1, tokens, key_heads, key_dim, value_heads, value_dim};
+  check_heads(s, "output_gate");
+  return s;
+}
+
+Sizes check_fused(const FusedArguments& args, RecurrenceParams& params, GatedNorm& norm) {
+  const Sizes s = check_channels(args);
+  set_sizes(params, s);
+  set_scale(params, args.scale);
+  set_raw_gates(params, s, args.A_log, args.dt_bias, args.a, args.b);
+  params.normalize_qk = true;
+  norm.weight = head_vector(args.norm_weight, "norm_weight", s.value_dim);
+  norm.activation = gate_activation(args.output_gate_activation, "output_gate_activation");
+  norm.eps = static_cast<float>(non_negative(args.norm_eps, "norm_eps"));
+  set_pool(params, args.state, "state", s, args.state_v_first);
+  params.out = output_operand(args.out, "out", {s.tokens, s.value_heads, s.value_dim});
+  params.norm = &norm;
+  return s;
+}
+
+// q, k and v as parts of mixed_qkv, where it lies or in a copy of it; after all checks.
+void set_fused_operands(const FusedArguments& args, const Sizes& s, RecurrenceParams& params, GatedNorm& norm) {
+  make_unit_stride(args.mixed_qkv);
+  const DType dtype = *floating_dtype(args.mixed_qkv);
+  const auto part = [&](std::int64_t channel, std::int64_t head_dim) {
+    const std::int64_t bytes = channel * (dtype == DType::kFloat32 ? 4 : 2);
+    return Operand{static_cast<const char*>(args.mixed_qkv.data()) + bytes, dtype, 0, args.mixed_qkv.stride(0),
+                   head_dim};
+  };
+  params.q = part(0, s.key_dim);
+  params.k = part(s.key_heads * s.key_dim, s.key_dim);
+  params.v = part(2 * s.key_heads * s.key_dim, s.value_dim);
+  norm.gate = heads_operand(args.output_gate);
+}
+
 }  // namespace
 
 void fused_sigmoid_gating_delta_rule_update_spec(TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k,
@@ -43,6 +103,38 @@ void fused_sigmoid_gating_delta_rule_update_spec(TensorView& A_log, TensorView& 
                      initial_state_source.size(0), s, params, plan);
   if (dry_run || s.tokens == 0) return;
   set_qkv(params, q, k, v);
+  execute(params, plan, s.tokens);
+}
+
+void fused_gdn_decode_post_conv_mtp(TensorView& mixed_qkv, TensorView& a, TensorView& b, TensorView& A_log,
+                                    TensorView& dt_bias, TensorView& state_indices, TensorView& cu_seqlens,
+                                    TensorView& num_accepted_tokens, TensorView& state, TensorView& output_gate,
+                                    TensorView& norm_weight, handle scale, handle norm_eps,
+                                    handle output_gate_activation, handle num_key_heads, handle head_k_dim,
+                                    handle state_v_first, handle null_slot, TensorView& out, bool dry_run) {
+  const FusedArguments args{mixed_qkv,
+                            a,
+                            b,
+                            A_log,
+                            dt_bias,
+                            state,
+                            output_gate,
+                            norm_weight,
+                            scale,
+                            norm_eps,
+                            output_gate_activation,
+                            num_key_heads,
+                            head_k_dim,
+                            state_v_first,
+                            out};
+  RecurrenceParams params;
+  GatedNorm norm;
+  RowPlan plan;
+  const Sizes s = check_fused(args, params, norm);
+  plan_several_slots(state_indices, "state_indices", num_accepted_tokens, cu_seqlens, null_slot, state.size(0), s,
+                     params, plan);
+  if (dry_run || s.tokens == 0) return;
+  set_fused_operands(args, s, params, norm);
   execute(params, plan, s.tokens);
 }
 

@@ -48,6 +48,17 @@ enum class Beta : std::uint8_t {
   kOne,    // beta = 1
 };
 
+enum class GateActivation : std::uint8_t { kSilu, kSigmoid, kNone };
+
+// The gated norm that a decode step may end in: out = o * rsqrt(mean(o * o) + eps) * weight * act(gate) per token and
+// head, where o stays in fp32.
+struct GatedNorm {
+  Operand gate;
+  HeadVector weight;  // [value_dim]
+  float eps = 0.0f;
+  GateActivation activation = GateActivation::kSilu;
+};
+
 // The gated delta rule over `num_sequences` rows of tokens. Per (sequence n, value head h), with the state M [K, V]:
 //   M = exp(g) M;  u = beta (v - k M);  M = M + k u^T;  o = scale (q M)
 // Key head of value head h: h / (num_value_heads / num_key_heads).
@@ -76,6 +87,7 @@ struct RecurrenceParams {
   bool normalize_qk = false;  // x * rsqrt(sum(x * x) + 1e-6) in fp32
 
   MutableOperand out;
+  const GatedNorm* norm = nullptr;  // optional; the norm needs all columns: v_begin is then 0, v_end is V
 
   // State of (sequence n, head h): data + index * slot_stride + h * K * V, packed inside,
   // [K, V] or (state_v_first) [V, K]. Source and destination may be the same memory.
@@ -115,8 +127,6 @@ struct Rows {
   std::int64_t strides[kMaxDims] = {0, 0, 0, 0};
 };
 
-enum class GateActivation : std::uint8_t { kSilu, kSigmoid, kNone };
-
 // y = x * rsqrt(mean(x * x) + eps) * weight * act(gate), per row of `dim` values, fp32 until the store.
 struct RmsNormGatedParams {
   std::int64_t dim = 0;
@@ -138,8 +148,9 @@ inline constexpr std::size_t kScratchAlignment = 64;
 
 // Working memory of the recurrence, one a thread.
 struct alignas(kScratchAlignment) RecurrenceScratch {
-  float state[kMaxHeadDim * kMaxHeadDim];  // of one head, between tokens
-  float qk[8 * kMaxHeadDim];               // q and k of a few tokens
+  float state[kMaxHeadDim * kMaxHeadDim];        // of one head, between tokens
+  float qk[8 * kMaxHeadDim];                     // q and k of a few tokens
+  float outputs[kMaxBlockTokens * kMaxHeadDim];  // of the same tokens, where a norm follows
 };
 
 // The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.

@@ -8,7 +8,8 @@
 // q, k: [K], v, o: [V] per token, fp32, bf16 or fp16, any strides. State: [K, V] or [V, K] packed, fp32, bf16 or fp16.
 // g, beta: one value per token and head. All arithmetic is fp32. The state goes to a slot of the pool after the last
 // token, or after every token. A half-precision one is rounded where it is stored: between tokens it stays in the fp32
-// scratch. An fp32 one that every token stores is read back from its slot.
+// scratch. An fp32 one that every token stores is read back from its slot. Where the gated norm follows, o stays fp32
+// in the scratch until the norm has read a token's columns.
 //
 // One call computes columns [v_begin, v_end) of one (sequence, head) for all its tokens. Every element sees the same
 // operations in the same order whatever the columns and the number of tokens of the call: decoding token by token, with
@@ -20,6 +21,7 @@
 //            [K, V] from L2 / L3 / memory     [V, K]                  64 tokens, [K, V] / [V, K]
 //   x86_v4   1.3 / 1.5 / 3.9 (17 GB/s)        1.6 / 1.8 / 4.5         1.3 / 1.5
 //   x86_v3   1.6 / 1.8 / 4.1 (16 GB/s)        1.6 / 1.8 / 4.1         1.3 / 1.4
+#include "gated_norm.h"
 #include "kernels.h"
 #include "recurrence_k_first.h"
 #include "recurrence_v_first.h"
@@ -147,6 +149,7 @@ struct TilePass {
   Token token(const TokenBlock& block, std::int64_t i, std::int64_t t) const {
     const RecurrenceParams& p = task.params;
     const std::int64_t position = task.row.first + t;
+    const bool is_normed = p.norm != nullptr;
     return {.q = block.q + i * block.row_stride,
             .k = block.k + i * block.row_stride,
             .q_factor = block.q_factor[i],
@@ -160,11 +163,12 @@ struct TilePass {
             .v_begin = v_begin,
             .v_end = v_end,
             .v_dtype = p.v.dtype,
-            .out_dtype = p.out.dtype,
+            .out_dtype = is_normed ? DType::kFloat32 : p.out.dtype,
             .v = p.v.data,
             .v_index = element_index(p.v, task.row.batch, position, task.head) + v_begin,
-            .out = p.out.data,
-            .out_index = element_index(p.out, task.row.batch, position, task.head) + v_begin};
+            .out = is_normed ? task.scratch.outputs : p.out.data,
+            .out_index =
+                (is_normed ? i * kMaxHeadDim : element_index(p.out, task.row.batch, position, task.head)) + v_begin};
   }
 
   // Tokens [first, first + block.count) of the row.
@@ -195,6 +199,30 @@ void copy_head(const HeadTask& task) {
   pass.with_source(0, false, [&](auto from) { copy_state(Layout{}, task, from, to, task.v_end - task.v_begin); });
 }
 
+// From the outputs of a block's tokens in the scratch to those of the call.
+void norm_outputs(const HeadTask& task, std::int64_t first, std::int64_t count) {
+  const RecurrenceParams& p = task.params;
+  const GatedNorm& norm = *p.norm;
+  with_activation(norm.activation, [&](auto activation) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t position = task.row.first + first + i;
+      normalize_row<decltype(activation)::kValue>(
+          {.dim = p.value_dim,
+           .x = task.scratch.outputs,
+           .x_dtype = DType::kFloat32,
+           .x_index = i * kMaxHeadDim,
+           .gate = norm.gate.data,
+           .gate_dtype = norm.gate.dtype,
+           .gate_index = element_index(norm.gate, task.row.batch, position, task.head),
+           .out = p.out.data,
+           .out_dtype = p.out.dtype,
+           .out_index = element_index(p.out, task.row.batch, position, task.head),
+           .weight = norm.weight,
+           .eps = norm.eps});
+    }
+  });
+}
+
 template <class Layout, class State>
 void run_head(const HeadTask& task) {
   if (task.row.count == 0) return copy_head<Layout, State>(task);
@@ -211,6 +239,7 @@ void run_head(const HeadTask& task) {
     for (std::int64_t v = task.v_begin; v < task.v_end; v += tile) {
       TilePass<Layout, State>{task, v, min_of(v + tile, task.v_end)}.run(block, t);
     }
+    if (task.params.norm != nullptr) norm_outputs(task, t, block.count);
   }
 }
 

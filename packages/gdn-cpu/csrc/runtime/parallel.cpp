@@ -75,9 +75,10 @@ std::int64_t sequence_length(const RecurrenceParams& params, std::int64_t sequen
   return params.token_offsets[sequence + 1] - params.token_offsets[sequence];
 }
 
-// Columns of the state that one item computes: all of them, unless there are fewer heads than threads. The kernel has
-// tiles of its own for the caches, and prepares each token once an item.
+// Columns of the state that one item computes: all of them, unless there are fewer heads than threads and no norm over
+// all columns follows. The kernel has tiles of its own for the caches, and prepares each token once an item.
 std::int64_t tile_columns(const RecurrenceParams& params, std::int64_t num_heads, int num_threads) {
+  if (params.norm != nullptr) return params.value_dim;
   constexpr std::int64_t kSmallestTile = 32;
   std::int64_t tile = params.value_dim;
   while (tile > kSmallestTile && num_heads * ((params.value_dim + tile - 1) / tile) < num_threads) {

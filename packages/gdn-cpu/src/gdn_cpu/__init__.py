@@ -20,6 +20,7 @@ _NATIVE = (
     "rms_norm_gated",
     "fused_sigmoid_gating_delta_rule_update",
     "fused_sigmoid_gating_delta_rule_update_spec",
+    "fused_gdn_decode_post_conv_mtp",
     "fused_recurrent_gated_delta_rule",
     "chunk_gated_delta_rule",
 )
