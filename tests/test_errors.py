@@ -20,7 +20,7 @@ from gdn_core.testing import oracle, relative_error, to_float64
 CHUNK, RECURRENT = RULES
 SPEC, REPLAY = f"{DECODE}_spec", f"{DECODE}_replay"
 FUSED, FUSED_REPLAY = "fused_gdn_decode_post_conv_mtp", "fused_gdn_decode_post_conv_mtp_replay"
-NATIVE = ("fused_gdn_gating", "rms_norm_gated", DECODE, SPEC, FUSED, RECURRENT, CHUNK)
+NATIVE = ("fused_gdn_gating", "rms_norm_gated", DECODE, SPEC, REPLAY, FUSED, FUSED_REPLAY, RECURRENT, CHUNK)
 
 
 def backends_of(op):

@@ -116,6 +116,14 @@ DType check_floating(const TensorView& view, Name name, Shape shape) {
   return *dtype;
 }
 
+void check_exact(const TensorView& view, Name name, dlpack::DataType dtype, Shape shape) {
+  check_readable(view, name);
+  if (view.dl.dtype.code != dtype.code || view.dl.dtype.bits != dtype.bits) {
+    raise_type(cat({name, ": expected ", dtype_name(dtype), " ", shape_text(shape), ", got ", describe(view)}));
+  }
+  check_shape(view, name, shape);
+}
+
 void check_same_dtype(const TensorView& view, Name name, const TensorView& other, Name other_name) {
   if (view.dl.dtype.code != other.dl.dtype.code || view.dl.dtype.bits != other.dl.dtype.bits) {
     raise_type(cat({name, ": expected the dtype of ", other_name, ", ", describe(other), ", got ", describe(view)}));
@@ -294,7 +302,7 @@ void check_distinct(const Indices& slots, Name name, std::int64_t columns) {
 
 }  // namespace
 
-Indices slot_indices(const TensorView& view, Name name, std::int64_t rows, std::int64_t pool_size,
+Indices slot_indices(const TensorView& view, Name name, Dim rows, std::int64_t pool_size,
                      std::optional<std::int64_t> null_slot) {
   Indices slots = integers(view, name, rows);
   check_slots(slots, name, pool_size, null_slot);

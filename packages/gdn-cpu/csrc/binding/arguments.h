@@ -41,6 +41,8 @@ DType check_floating(const TensorView& view, Name name, Shape shape);
 std::optional<DType> floating_dtype(const TensorView& view);
 [[noreturn]] void raise_floating(const TensorView& view, Name name, const std::string& expected_shape);
 
+// A readable tensor of exactly `dtype` and of `shape`.
+void check_exact(const TensorView& view, Name name, dlpack::DataType dtype, Shape shape);
 void check_same_dtype(const TensorView& view, Name name, const TensorView& other, Name other_name);
 
 // The last dimension gets a unit stride: in place where it has one, else through a copy that `view` then owns.
@@ -67,7 +69,7 @@ Indices integers(const TensorView& view, Name name, Dim size);
 // Offsets of packed rows: at least one, non-decreasing, inside [0, total].
 Indices row_offsets(const TensorView& view, Name name, std::int64_t total, Dim size = "N+1");
 // Slots of a pool: padding (negative or null) becomes -1; IndexError at pool_size and beyond.
-Indices slot_indices(const TensorView& view, Name name, std::int64_t rows, std::int64_t pool_size,
+Indices slot_indices(const TensorView& view, Name name, Dim rows, std::int64_t pool_size,
                      std::optional<std::int64_t> null_slot);
 // The table of a call that stores a state per token.
 struct SlotTable {

@@ -2,6 +2,7 @@
 //
 // Decode steps that verify draft tokens, from q, k and v or straight from the convolution's output.
 #include <algorithm>
+#include <vector>
 
 #include "ops.h"
 #include "recurrence_call.h"
@@ -24,6 +25,82 @@ void plan_several_slots(const TensorView& table_view, Name table_name, const Ten
     const std::int64_t source = table.slots[static_cast<std::size_t>(row * table.columns + accepted[i] - 1)];
     plan.sources.push_back(source);
     plan.padding.push_back(source < 0 || plan.offsets[i] == plan.offsets[i + 1]);
+  }
+}
+
+struct RecordTensors {
+  TensorView &k, &u, &decay, &live;
+};
+
+// Rows with one slot each, and the records of it. The vectors outlive the kernel.
+struct ReplayPlan {
+  Replay replay;
+  Indices counts;                // [N], records to replay
+  std::vector<float> new_decay;  // [T, HV]
+};
+
+MutableOperand record_operand(const TensorView& view, Name name, DType dtype) {
+  if (view.ndim() == 4 && view.numel() > 0 && view.size(3) > 1 && view.stride(3) != 1) {
+    decline(cat({name, ": not of unit stride in the last dimension"}));
+  }
+  return {view.data(), dtype, view.stride(0), view.stride(1), view.stride(2)};
+}
+
+// Returns how many records a slot has room for. `activations` has the dtype of k.
+std::int64_t check_records(const RecordTensors& records, const TensorView& activations, std::int64_t pool_size,
+                           const Sizes& s, Replay& replay) {
+  constexpr dlpack::DataType kFp32{dlpack::kFloat, 32, 1};
+  constexpr dlpack::DataType kInt32{dlpack::kInt, 32, 1};
+  check_exact(records.k, "records.k", activations.dl.dtype, {pool_size, "S", s.key_heads, s.key_dim});
+  const std::int64_t columns = records.k.size(1);
+  check_exact(records.u, "records.u", kFp32, {pool_size, columns, s.value_heads, s.value_dim});
+  check_exact(records.decay, "records.decay", kFp32, {pool_size, columns, s.value_heads});
+  check_exact(records.live, "records.live", kInt32, {pool_size});
+  if (columns > kMaxRecords) decline(cat({"records: more than ", std::to_string(kMaxRecords), " a slot"}));
+  replay.k = record_operand(records.k, "records.k", *floating_dtype(records.k));
+  replay.u = record_operand(records.u, "records.u", DType::kFloat32);
+  replay.decay = record_operand(records.decay, "records.decay", DType::kFloat32);
+  return columns;
+}
+
+std::int32_t& live_records(const TensorView& live, std::int64_t slot) {
+  return static_cast<std::int32_t*>(live.data())[slot * live.stride(0)];
+}
+
+// Rows that resume after the tokens that were accepted by replaying their records.
+void plan_replay(const TensorView& slots, const RecordTensors& records, const TensorView& activations,
+                 const TensorView& num_accepted_tokens, const TensorView& cu_seqlens, handle null_slot,
+                 std::int64_t pool_size, const Sizes& s, RecurrenceParams& params, RowPlan& plan,
+                 ReplayPlan& replay_plan) {
+  const std::int64_t columns = check_records(records, activations, pool_size, s, replay_plan.replay);
+  plan.sources = slot_indices(slots, "slot_indices", "N", pool_size, optional_integer(null_slot, "null_slot"));
+  plan.destinations = plan.sources;
+  params.num_sequences = static_cast<std::int64_t>(plan.sources.size());
+  plan.offsets = short_row_offsets(cu_seqlens, "cu_seqlens", params.num_sequences, columns, s.tokens);
+  const Indices accepted = accepted_tokens(num_accepted_tokens, "num_accepted_tokens", params.num_sequences, columns);
+  for (std::size_t row = 0; row < plan.sources.size(); ++row) {
+    const std::int64_t slot = plan.sources[row];
+    const std::int64_t live = slot < 0 ? 0 : live_records(records.live, slot);
+    if (0 < live && live < accepted[row]) {
+      raise_value(cat({"num_accepted_tokens: expected at most the ", std::to_string(live), " live records of slot ",
+                       std::to_string(slot), ", got ", std::to_string(accepted[row])}));
+    }
+    replay_plan.counts.push_back(std::max<std::int64_t>(0, std::min(live, accepted[row])));
+    plan.padding.push_back(slot < 0 || plan.offsets[row] == plan.offsets[row + 1]);
+  }
+}
+
+void execute_replay(RecurrenceParams& params, RowPlan& plan, ReplayPlan& replay_plan, const RecordTensors& records,
+                    const Sizes& s) {
+  replay_plan.new_decay.resize(static_cast<std::size_t>(s.tokens * s.value_heads));
+  replay_plan.replay.new_decay = replay_plan.new_decay.data();
+  replay_plan.replay.counts = replay_plan.counts.data();
+  params.replay = &replay_plan.replay;
+  execute(params, plan, s.tokens);
+  for (std::size_t row = 0; row < plan.sources.size(); ++row) {
+    if (plan.padding[row]) continue;
+    live_records(records.live, plan.sources[row]) =
+        static_cast<std::int32_t>(plan.offsets[row + 1] - plan.offsets[row]);
   }
 }
 
@@ -106,6 +183,26 @@ void fused_sigmoid_gating_delta_rule_update_spec(TensorView& A_log, TensorView& 
   execute(params, plan, s.tokens);
 }
 
+void fused_sigmoid_gating_delta_rule_update_replay(
+    TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k, TensorView& v, TensorView& a, TensorView& b,
+    TensorView& state, TensorView& slot_indices, TensorView& records_k, TensorView& records_u,
+    TensorView& records_decay, TensorView& records_live, TensorView& num_accepted_tokens, TensorView& cu_seqlens,
+    handle use_qk_l2norm_in_kernel, handle softplus_beta, handle softplus_threshold, handle scale, handle state_v_first,
+    handle null_slot, TensorView& out, bool dry_run) {
+  RecurrenceParams params;
+  RowPlan plan;
+  ReplayPlan replay_plan;
+  const RecordTensors records{records_k, records_u, records_decay, records_live};
+  const Sizes s = check_decode({A_log, dt_bias, q, k, v, a, b, state, "state", use_qk_l2norm_in_kernel, softplus_beta,
+                                softplus_threshold, scale, state_v_first, out},
+                               params);
+  plan_replay(slot_indices, records, q, num_accepted_tokens, cu_seqlens, null_slot, state.size(0), s, params, plan,
+              replay_plan);
+  if (dry_run || s.tokens == 0) return;
+  set_qkv(params, q, k, v);
+  execute_replay(params, plan, replay_plan, records, s);
+}
+
 void fused_gdn_decode_post_conv_mtp(TensorView& mixed_qkv, TensorView& a, TensorView& b, TensorView& A_log,
                                     TensorView& dt_bias, TensorView& state_indices, TensorView& cu_seqlens,
                                     TensorView& num_accepted_tokens, TensorView& state, TensorView& output_gate,
@@ -136,6 +233,42 @@ void fused_gdn_decode_post_conv_mtp(TensorView& mixed_qkv, TensorView& a, Tensor
   if (dry_run || s.tokens == 0) return;
   set_fused_operands(args, s, params, norm);
   execute(params, plan, s.tokens);
+}
+
+void fused_gdn_decode_post_conv_mtp_replay(TensorView& mixed_qkv, TensorView& a, TensorView& b, TensorView& A_log,
+                                           TensorView& dt_bias, TensorView& slot_indices, TensorView& records_k,
+                                           TensorView& records_u, TensorView& records_decay, TensorView& records_live,
+                                           TensorView& cu_seqlens, TensorView& num_accepted_tokens, TensorView& state,
+                                           TensorView& output_gate, TensorView& norm_weight, handle scale,
+                                           handle norm_eps, handle output_gate_activation, handle num_key_heads,
+                                           handle head_k_dim, handle state_v_first, handle null_slot, TensorView& out,
+                                           bool dry_run) {
+  const FusedArguments args{mixed_qkv,
+                            a,
+                            b,
+                            A_log,
+                            dt_bias,
+                            state,
+                            output_gate,
+                            norm_weight,
+                            scale,
+                            norm_eps,
+                            output_gate_activation,
+                            num_key_heads,
+                            head_k_dim,
+                            state_v_first,
+                            out};
+  RecurrenceParams params;
+  GatedNorm norm;
+  RowPlan plan;
+  ReplayPlan replay_plan;
+  const RecordTensors records{records_k, records_u, records_decay, records_live};
+  const Sizes s = check_fused(args, params, norm);
+  plan_replay(slot_indices, records, mixed_qkv, num_accepted_tokens, cu_seqlens, null_slot, state.size(0), s, params,
+              plan, replay_plan);
+  if (dry_run || s.tokens == 0) return;
+  set_fused_operands(args, s, params, norm);
+  execute_replay(params, plan, replay_plan, records, s);
 }
 
 }  // namespace gdn::cpu

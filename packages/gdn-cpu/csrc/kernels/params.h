@@ -59,6 +59,21 @@ struct GatedNorm {
   GateActivation activation = GateActivation::kSilu;
 };
 
+// Records of what tokens did to the state of a slot: M = decay M + k u^T each. A call first replays the oldest
+// `counts[n]` records of the source slot of sequence n into its state, and stores that; its tokens then run from the
+// stored state, which they leave as it is, and are recorded in turn. Batch strides are those of slots, token strides
+// those of records.
+struct Replay {
+  MutableOperand k;                      // per key head, as they came, not normalised
+  MutableOperand u;                      // fp32, per value head; an item replaces those of its columns
+  MutableOperand decay;                  // fp32, one value per value head
+  const std::int64_t* counts = nullptr;  // [num_sequences], at most kMaxRecords
+  // [tokens, num_value_heads], of the call's own tokens. Other items may still read k and decay of the slot: whoever
+  // has run all of them stores the new ones.
+  float* new_decay = nullptr;
+};
+inline constexpr std::int64_t kMaxRecords = 16;
+
 // The gated delta rule over `num_sequences` rows of tokens. Per (sequence n, value head h), with the state M [K, V]:
 //   M = exp(g) M;  u = beta (v - k M);  M = M + k u^T;  o = scale (q M)
 // Key head of value head h: h / (num_value_heads / num_key_heads).
@@ -99,9 +114,11 @@ struct RecurrenceParams {
   void* destination = nullptr;
   std::int64_t destination_slot_stride = 0;
   // [num_sequences], where the last token leaves the state; or, with destination_columns, [num_sequences,
-  // destination_columns], where token t leaves it. Negative: store nothing.
+  // destination_columns], where token t leaves it; or, with replay, [num_sequences], where what is replayed is stored.
+  // Negative: store nothing.
   const std::int64_t* destination_slots = nullptr;
   std::int64_t destination_columns = 0;
+  const Replay* replay = nullptr;  // optional
 
   // Optional fp32 states after 0, 64, 128, ... tokens of each sequence (ceil(len / 64) of them), packed, in the
   // layout of the state: chunk_states + (chunk_offsets[n] + i) * HV * K * V + h * K * V.
@@ -151,6 +168,8 @@ struct alignas(kScratchAlignment) RecurrenceScratch {
   float state[kMaxHeadDim * kMaxHeadDim];        // of one head, between tokens
   float qk[8 * kMaxHeadDim];                     // q and k of a few tokens
   float outputs[kMaxBlockTokens * kMaxHeadDim];  // of the same tokens, where a norm follows
+  float record_k[kMaxRecords * kMaxHeadDim];
+  float record_u[kMaxRecords * kMaxHeadDim];
 };
 
 // The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.

@@ -9,7 +9,8 @@
 // g, beta: one value per token and head. All arithmetic is fp32. The state goes to a slot of the pool after the last
 // token, or after every token. A half-precision one is rounded where it is stored: between tokens it stays in the fp32
 // scratch. An fp32 one that every token stores is read back from its slot. Where the gated norm follows, o stays fp32
-// in the scratch until the norm has read a token's columns.
+// in the scratch until the norm has read a token's columns. Or records of earlier tokens are replayed into the slot
+// first, and the tokens leave records of their own instead of a state.
 //
 // One call computes columns [v_begin, v_end) of one (sequence, head) for all its tokens. Every element sees the same
 // operations in the same order whatever the columns and the number of tokens of the call: decoding token by token, with
@@ -25,6 +26,7 @@
 #include "kernels.h"
 #include "recurrence_k_first.h"
 #include "recurrence_v_first.h"
+#include "replay.h"
 #include "token_block.h"
 
 namespace gdn::cpu::GDN_ISA {
@@ -41,6 +43,7 @@ struct HeadTask {
   std::int64_t v_begin, v_end;
   TokenRow row;
   const void* source;  // state of the head, null: zero
+  void* replayed;      // where it is stored after a replay
   RecurrenceScratch& scratch;
 };
 
@@ -57,14 +60,23 @@ const void* source_state(const RecurrenceParams& p, std::int64_t sequence, std::
   return static_cast<const char*>(p.source) + index * element_size(p.state_dtype);
 }
 
+void* slot_state(const RecurrenceParams& p, std::int64_t slot, std::int64_t head) {
+  if (slot < 0) return nullptr;
+  const std::int64_t index = slot * p.destination_slot_stride + head * head_elements(p);
+  return static_cast<char*>(p.destination) + index * element_size(p.state_dtype);
+}
+
+void* replayed_state(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head) {
+  return p.replay != nullptr ? slot_state(p, p.destination_slots[sequence], head) : nullptr;
+}
+
 // Where token t of `count` leaves the state of the head; null: nowhere.
 void* destination_state(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head, std::int64_t t,
                         std::int64_t count) {
-  if (p.destination == nullptr || (p.destination_columns == 0 && t + 1 < count)) return nullptr;
+  if (p.destination == nullptr || p.replay != nullptr) return nullptr;
+  if (p.destination_columns == 0 && t + 1 < count) return nullptr;
   const std::int64_t row = p.destination_columns == 0 ? sequence : sequence * p.destination_columns + t;
-  if (p.destination_slots[row] < 0) return nullptr;
-  const std::int64_t index = p.destination_slots[row] * p.destination_slot_stride + head * head_elements(p);
-  return static_cast<char*>(p.destination) + index * element_size(p.state_dtype);
+  return slot_state(p, p.destination_slots[row], head);
 }
 
 // Columns [v, ...) of a packed state, and of the scratch, where rows are padded to whole vectors.
@@ -131,6 +143,21 @@ struct TilePass {
     body(scratch());
   }
 
+  void replay(const RecordBlock& records) const {
+    const Tile<State> to = tile_of(static_cast<State*>(task.replayed));
+    with_source(0, records.is_reset, [&](auto from) {
+      replay_records(Layout{}, records, from, to, v_begin - task.v_begin, v_end - v_begin, task.params.key_dim);
+    });
+  }
+
+  // Where u of token t is recorded, from column v_begin on; null: nowhere.
+  float* record_of(std::int64_t t) const {
+    const RecurrenceParams& p = task.params;
+    if (p.replay == nullptr) return nullptr;
+    const MutableOperand& u = p.replay->u;
+    return static_cast<float*>(u.data) + element_index(u, p.source_slots[task.sequence], t, task.head) + v_begin;
+  }
+
   // A half-precision slot that a token before the last one leaves the state in.
   void round_to_slot(std::int64_t t) const {
     if (kIsFloat<State> || t + 1 == task.row.count) return;
@@ -168,7 +195,8 @@ struct TilePass {
             .v_index = element_index(p.v, task.row.batch, position, task.head) + v_begin,
             .out = is_normed ? task.scratch.outputs : p.out.data,
             .out_index =
-                (is_normed ? i * kMaxHeadDim : element_index(p.out, task.row.batch, position, task.head)) + v_begin};
+                (is_normed ? i * kMaxHeadDim : element_index(p.out, task.row.batch, position, task.head)) + v_begin,
+            .record = record_of(t)};
   }
 
   // Tokens [first, first + block.count) of the row.
@@ -223,6 +251,13 @@ void norm_outputs(const HeadTask& task, std::int64_t first, std::int64_t count) 
   });
 }
 
+void keep_decays(const HeadTask& task, const TokenBlock& block, std::int64_t first) {
+  const RecurrenceParams& p = task.params;
+  for (std::int64_t i = 0; i < block.count; ++i) {
+    p.replay->new_decay[(task.row.first + first + i) * p.num_value_heads + task.head] = block.decay[i];
+  }
+}
+
 template <class Layout, class State>
 void run_head(const HeadTask& task) {
   if (task.row.count == 0) return copy_head<Layout, State>(task);
@@ -231,13 +266,20 @@ void run_head(const HeadTask& task) {
   block.row_stride = padded_row(task.params.key_dim);
   block.q = task.scratch.qk;
   block.k = task.scratch.qk + capacity * block.row_stride;
+  RecordBlock records;
+  if (task.replayed != nullptr) {
+    records = load_records(task.params, task.sequence, task.head, task.v_begin, task.v_end, task.scratch);
+  }
   const std::int64_t tile = task.row.count == 1 ? kMaxHeadDim : kTileColumns;
   for (std::int64_t t = 0; t < task.row.count; t += capacity) {
     block.count = min_of(capacity, task.row.count - t);
     load_token_block(task.params, task.row, task.head, t, block);
+    if (task.params.replay != nullptr && task.v_begin == 0) keep_decays(task, block, t);
     prefetch_tokens(task.params, task.row, task.head, t + block.count, min_of(t + 2 * capacity, task.row.count));
     for (std::int64_t v = task.v_begin; v < task.v_end; v += tile) {
-      TilePass<Layout, State>{task, v, min_of(v + tile, task.v_end)}.run(block, t);
+      const TilePass<Layout, State> pass{task, v, min_of(v + tile, task.v_end)};
+      if (t == 0 && records.count > 0) pass.replay(records);
+      pass.run(block, t);
     }
     if (task.params.norm != nullptr) norm_outputs(task, t, block.count);
   }
@@ -266,6 +308,7 @@ void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int6
                       .v_end = v_end,
                       .row = tokens_of(params, sequence),
                       .source = source_state(params, sequence, head),
+                      .replayed = replayed_state(params, sequence, head),
                       .scratch = scratch};
   if (params.state_v_first) {
     run_dtype<VFirst>(task);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 
 #include "runtime/openmp.h"
@@ -89,6 +90,52 @@ std::int64_t tile_columns(const RecurrenceParams& params, std::int64_t num_heads
 
 }  // namespace
 
+namespace {
+
+// Rows in blocks that are worth a thread's while.
+template <typename Kernel>
+void run_rows(std::int64_t rows, std::int64_t row_elements, int num_threads, const Kernel& kernel) {
+  constexpr std::int64_t kElementsPerItem = 8192;
+  const std::int64_t block = std::max<std::int64_t>(1, kElementsPerItem / std::max<std::int64_t>(1, row_elements));
+  for_each((rows + block - 1) / block, num_threads, Schedule::kStatic,
+           [&](std::int64_t item) { kernel(item * block, std::min(rows, (item + 1) * block)); });
+}
+
+template <typename AnyOperand>
+std::int64_t element_index(const AnyOperand& x, std::int64_t batch, std::int64_t token, std::int64_t head) {
+  return batch * x.batch_stride + token * x.token_stride + head * x.head_stride;
+}
+
+// k and decay of token `token` of the call, to record `record` of its slot.
+void store_record(const RecurrenceParams& params, std::int64_t slot, std::int64_t record, std::int64_t token) {
+  const Replay& replay = *params.replay;
+  const std::int64_t size = params.k.dtype == DType::kFloat32 ? 4 : 2;
+  for (std::int64_t head = 0; head < params.num_key_heads; ++head) {
+    std::memcpy(static_cast<char*>(replay.k.data) + element_index(replay.k, slot, record, head) * size,
+                static_cast<const char*>(params.k.data) + element_index(params.k, 0, token, head) * size,
+                static_cast<std::size_t>(params.key_dim * size));
+  }
+  for (std::int64_t head = 0; head < params.num_value_heads; ++head) {
+    static_cast<float*>(replay.decay.data)[element_index(replay.decay, slot, record, head)] =
+        replay.new_decay[token * params.num_value_heads + head];
+  }
+}
+
+void store_records(const RecurrenceParams& params, const Indices& live, int num_threads) {
+  const std::int64_t row_elements = kMaxRecords * params.num_key_heads * params.key_dim;
+  run_rows(static_cast<std::int64_t>(live.size()), row_elements, num_threads,
+           [&](std::int64_t begin, std::int64_t end) {
+             for (std::int64_t i = begin; i < end; ++i) {
+               const std::int64_t sequence = live[static_cast<std::size_t>(i)];
+               for (std::int64_t t = 0; t < sequence_length(params, sequence); ++t) {
+                 store_record(params, params.source_slots[sequence], t, params.token_offsets[sequence] + t);
+               }
+             }
+           });
+}
+
+}  // namespace
+
 void run_recurrence(const KernelTable& table, const RecurrenceParams& params, const Indices& live, int num_threads) {
   if (live.empty() || params.num_value_heads == 0) return;
   const auto length = [&](std::int64_t sequence) { return sequence_length(params, sequence); };
@@ -111,20 +158,8 @@ void run_recurrence(const KernelTable& table, const RecurrenceParams& params, co
     table.recurrence(params, order[static_cast<std::size_t>(row_head / heads)], row_head % heads, v_begin,
                      std::min(v_begin + tile, params.value_dim), thread_scratch());
   });
+  if (params.replay != nullptr) store_records(params, live, num_threads);
 }
-
-namespace {
-
-// Rows in blocks that are worth a thread's while.
-template <typename Kernel>
-void run_rows(std::int64_t rows, std::int64_t row_elements, int num_threads, const Kernel& kernel) {
-  constexpr std::int64_t kElementsPerItem = 8192;
-  const std::int64_t block = std::max<std::int64_t>(1, kElementsPerItem / std::max<std::int64_t>(1, row_elements));
-  for_each((rows + block - 1) / block, num_threads, Schedule::kStatic,
-           [&](std::int64_t item) { kernel(item * block, std::min(rows, (item + 1) * block)); });
-}
-
-}  // namespace
 
 void run_gating(const KernelTable& table, const GatingParams& params, std::int64_t rows, int num_threads) {
   run_rows(rows, params.num_heads, num_threads,
