@@ -20,7 +20,7 @@ from gdn_core.testing import oracle, relative_error, to_float64
 CHUNK, RECURRENT = RULES
 SPEC, REPLAY = f"{DECODE}_spec", f"{DECODE}_replay"
 FUSED, FUSED_REPLAY = "fused_gdn_decode_post_conv_mtp", "fused_gdn_decode_post_conv_mtp_replay"
-NATIVE = ("fused_gdn_gating", "rms_norm_gated", DECODE, RECURRENT, CHUNK)
+NATIVE = ("fused_gdn_gating", "rms_norm_gated", DECODE, SPEC, REPLAY, FUSED, FUSED_REPLAY, RECURRENT, CHUNK)
 
 
 def backends_of(op):
@@ -119,7 +119,7 @@ def wrong_shapes(op, name, value):
         yield "one more dimension", value[None]
         yield "none of its dimensions", value.flatten()[0]
     # A longer convolution state, a wider convolution and more columns of a table are legal.
-    if name not in ("conv_states", "conv_state", "weight", "spec_state_indices", "state_indices") or op in NATIVE:
+    if name not in ("conv_states", "conv_state", "weight", "spec_state_indices", "state_indices"):
         yield "a longer last dimension", torch.cat([value, value[..., :1]], dim=-1)
 
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 namespace gdn::cpu {
 
@@ -35,21 +36,48 @@ double positive(handle value, Name name) {
   return result;
 }
 
+double non_negative(handle value, Name name) {
+  const double result = number(value, name);
+  if (!(result >= 0)) raise_value(cat({name, ": expected a number >= 0, got ", std::to_string(result)}));
+  return result;
+}
+
 std::optional<double> optional_number(handle value, Name name) {
   if (value.is_none()) return std::nullopt;
   return number(value, name);
 }
 
-std::optional<std::int64_t> optional_integer(handle value, Name name) {
-  if (value.is_none()) return std::nullopt;
+namespace {
+
+std::int64_t as_integer(handle value, Name name, Name expected) {
   PyObject* index = PyNumber_Index(value.ptr());
   const long long result = index != nullptr ? PyLong_AsLongLong(index) : -1;
   Py_XDECREF(index);
   if (PyErr_Occurred() != nullptr) {
     PyErr_Clear();
-    raise_type(cat({name, ": expected an int or None, got ", nb::type_name(value.type()).c_str()}));
+    raise_type(cat({name, ": expected ", expected, ", got ", nb::type_name(value.type()).c_str()}));
   }
   return result;
+}
+
+}  // namespace
+
+std::int64_t integer(handle value, Name name) { return as_integer(value, name, "an int"); }
+
+std::optional<std::int64_t> optional_integer(handle value, Name name) {
+  if (value.is_none()) return std::nullopt;
+  return as_integer(value, name, "an int or None");
+}
+
+GateActivation gate_activation(handle value, Name name) {
+  if (PyUnicode_Check(value.ptr())) {
+    const char* utf8 = PyUnicode_AsUTF8AndSize(value.ptr(), nullptr);
+    if (utf8 == nullptr) throw nb::python_error();
+    const std::string_view text = utf8;
+    if (text == "silu" || text == "swish") return GateActivation::kSilu;
+    if (text == "sigmoid") return GateActivation::kSigmoid;
+  }
+  raise_value(cat({name, ": expected one of 'silu', 'swish', 'sigmoid', got ", nb::repr(value).c_str()}));
 }
 
 bool debug_checks() {
@@ -88,6 +116,14 @@ DType check_floating(const TensorView& view, Name name, Shape shape) {
   return *dtype;
 }
 
+void check_exact(const TensorView& view, Name name, dlpack::DataType dtype, Shape shape) {
+  check_readable(view, name);
+  if (view.dl.dtype.code != dtype.code || view.dl.dtype.bits != dtype.bits) {
+    raise_type(cat({name, ": expected ", dtype_name(dtype), " ", shape_text(shape), ", got ", describe(view)}));
+  }
+  check_shape(view, name, shape);
+}
+
 void check_same_dtype(const TensorView& view, Name name, const TensorView& other, Name other_name) {
   if (view.dl.dtype.code != other.dl.dtype.code || view.dl.dtype.bits != other.dl.dtype.bits) {
     raise_type(cat({name, ": expected the dtype of ", other_name, ", ", describe(other), ", got ", describe(view)}));
@@ -119,21 +155,27 @@ HeadVector head_vector(const TensorView& view, Name name, std::int64_t size) {
   return {view.data(), dtype, view.stride(0)};
 }
 
+namespace {
+
+// Of a tensor that has a batch dimension when it has `ndim` dimensions.
+std::int64_t batch_stride(const TensorView& view, int ndim) { return view.ndim() == ndim ? view.stride(0) : 0; }
+
+}  // namespace
+
 Operand heads_operand(TensorView& view) {
   make_unit_stride(view);
-  return {view.data(), *floating_dtype(view), view.stride(0), view.stride(1), view.stride(2)};
+  return {view.data(), *floating_dtype(view), batch_stride(view, 4), view.stride(-3), view.stride(-2)};
 }
 
 Operand values_operand(const TensorView& view, Name name, Shape shape) {
   const DType dtype = check_floating(view, name, shape);
-  const std::int64_t batch_stride = view.ndim() == 3 ? view.stride(0) : 0;
-  return {view.data(), dtype, batch_stride, view.stride(-2), view.stride(-1)};
+  return {view.data(), dtype, batch_stride(view, 3), view.stride(-2), view.stride(-1)};
 }
 
 MutableOperand output_operand(const TensorView& view, Name name, Shape shape) {
   const DType dtype = check_floating(view, name, shape);
   check_unit_stride(view, name);
-  return {view.data(), dtype, view.stride(0), view.stride(1), view.stride(2)};
+  return {view.data(), dtype, batch_stride(view, 4), view.stride(-3), view.stride(-2)};
 }
 
 void check_packed_slots(const TensorView& view, Name name) {
@@ -153,20 +195,31 @@ void check_packed_slots(const TensorView& view, Name name) {
 
 // --- indices ---
 
-Indices integers(const TensorView& view, Name name, Dim size) {
+namespace {
+
+void check_integers(const TensorView& view, Name name, Shape shape) {
   check_readable(view, name);
+  if (!is_dtype(view, dlpack::kInt, 64) && !is_dtype(view, dlpack::kInt, 32)) {
+    raise_type(cat({name, ": expected int32 or int64 ", shape_text(shape), ", got ", describe(view)}));
+  }
+  check_shape(view, name, shape);
+}
+
+void append_integers(const TensorView& view, std::int64_t offset, std::int64_t count, std::int64_t stride,
+                     Indices& values) {
   const bool wide = is_dtype(view, dlpack::kInt, 64);
-  if (!wide && !is_dtype(view, dlpack::kInt, 32)) {
-    raise_type(cat({name, ": expected int32 or int64 ", shape_text({size}), ", got ", describe(view)}));
-  }
-  check_shape(view, name, {size});
-  const std::int64_t count = view.size(0);
-  const std::int64_t stride = view.stride(0);
-  Indices values(static_cast<std::size_t>(count), 0);
   for (std::int64_t i = 0; i < count; ++i) {
-    values[static_cast<std::size_t>(i)] = wide ? static_cast<const std::int64_t*>(view.data())[i * stride]
-                                               : static_cast<const std::int32_t*>(view.data())[i * stride];
+    values.push_back(wide ? static_cast<const std::int64_t*>(view.data())[offset + i * stride]
+                          : static_cast<const std::int32_t*>(view.data())[offset + i * stride]);
   }
+}
+
+}  // namespace
+
+Indices integers(const TensorView& view, Name name, Dim size) {
+  check_integers(view, name, {size});
+  Indices values;
+  append_integers(view, 0, view.size(0), view.stride(0), values);
   return values;
 }
 
@@ -180,8 +233,8 @@ std::string short_list(const Indices& values) {
 
 }  // namespace
 
-Indices row_offsets(const TensorView& view, Name name, std::int64_t total) {
-  Indices ends = integers(view, name, "N+1");
+Indices row_offsets(const TensorView& view, Name name, std::int64_t total, Dim size) {
+  Indices ends = integers(view, name, size);
   if (ends.empty()) raise_value(cat({name, ": expected at least one offset, got ", describe(view)}));
   const bool ordered = ends.front() >= 0 && ends.back() <= total && std::is_sorted(ends.begin(), ends.end());
   if (!ordered) {
@@ -191,9 +244,34 @@ Indices row_offsets(const TensorView& view, Name name, std::int64_t total) {
   return ends;
 }
 
-Indices slot_indices(const TensorView& view, Name name, std::int64_t rows, std::int64_t pool_size,
-                     std::optional<std::int64_t> null_slot) {
-  Indices slots = integers(view, name, rows);
+Indices short_row_offsets(const TensorView& view, Name name, std::int64_t rows, std::int64_t columns,
+                          std::int64_t total) {
+  Indices ends = row_offsets(view, name, total, rows + 1);
+  std::int64_t longest = 0;
+  for (std::size_t row = 1; row < ends.size(); ++row) longest = std::max(longest, ends[row] - ends[row - 1]);
+  if (longest > columns) {
+    raise_value(cat({name, ": expected rows of at most ", std::to_string(columns), " tokens, got one of ",
+                     std::to_string(longest)}));
+  }
+  return ends;
+}
+
+Indices accepted_tokens(const TensorView& view, Name name, std::int64_t rows, std::int64_t columns) {
+  if (view.is_none()) return Indices(static_cast<std::size_t>(rows), 1);
+  Indices counts = integers(view, name, rows);
+  const bool in_range =
+      std::all_of(counts.begin(), counts.end(), [&](std::int64_t count) { return count >= 0 && count <= columns; });
+  if (!in_range) {
+    raise_value(cat({name, ": expected values in [0, ", std::to_string(columns), "], got ", short_list(counts)}));
+  }
+  for (std::int64_t& count : counts) count = std::max<std::int64_t>(count, 1);
+  return counts;
+}
+
+namespace {
+
+// Padding becomes -1.
+void check_slots(Indices& slots, Name name, std::int64_t pool_size, std::optional<std::int64_t> null_slot) {
   for (std::int64_t& slot : slots) {
     if (slot < 0 || (null_slot && slot == *null_slot)) {
       slot = -1;
@@ -201,15 +279,50 @@ Indices slot_indices(const TensorView& view, Name name, std::int64_t rows, std::
       raise_index(cat({name, ": expected slots below ", std::to_string(pool_size), ", got ", std::to_string(slot)}));
     }
   }
-  if (debug_checks()) {
-    Indices sorted = slots;
-    std::sort(sorted.begin(), sorted.end());
-    const auto live = std::lower_bound(sorted.begin(), sorted.end(), 0);
-    if (std::adjacent_find(live, sorted.end()) != sorted.end()) {
-      raise_value(cat({name, ": expected distinct slots, got ", short_list(slots)}));
-    }
+}
+
+// No two of the rows of `columns` slots may share one; the columns of a row may.
+void check_distinct(const Indices& slots, Name name, std::int64_t columns) {
+  struct Use {
+    std::int64_t slot, row;
+  };
+  std::vector<Use> uses;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i] >= 0) uses.push_back({slots[i], static_cast<std::int64_t>(i) / columns});
   }
+  std::stable_sort(uses.begin(), uses.end(), [](const Use& left, const Use& right) { return left.slot < right.slot; });
+  const auto shared = std::adjacent_find(uses.begin(), uses.end(), [](const Use& left, const Use& right) {
+    return left.slot == right.slot && left.row != right.row;
+  });
+  if (shared != uses.end()) {
+    raise_value(cat({name, ": expected distinct slots, got ", std::to_string(shared->slot), " in rows ",
+                     std::to_string(shared->row), " and ", std::to_string((shared + 1)->row)}));
+  }
+}
+
+}  // namespace
+
+Indices slot_indices(const TensorView& view, Name name, Dim rows, std::int64_t pool_size,
+                     std::optional<std::int64_t> null_slot) {
+  Indices slots = integers(view, name, rows);
+  check_slots(slots, name, pool_size, null_slot);
+  if (debug_checks()) check_distinct(slots, name, 1);
   return slots;
+}
+
+SlotTable slot_table(const TensorView& view, Name name, std::int64_t pool_size, std::optional<std::int64_t> null_slot) {
+  check_integers(view, name, {"N", "S"});
+  SlotTable table{view.size(0), view.size(1), {}};
+  for (std::int64_t row = 0; row < table.rows; ++row) {
+    append_integers(view, row * view.stride(0), table.columns, view.stride(1), table.slots);
+  }
+  check_slots(table.slots, name, pool_size, null_slot);
+  if (debug_checks()) check_distinct(table.slots, name, table.columns);
+  constexpr std::int64_t kMostColumns = 16;
+  if (table.columns < 1 || table.columns > kMostColumns) {
+    raise_value(cat({name, ": expected 1 to ", std::to_string(kMostColumns), " columns, got ", describe(view)}));
+  }
+  return table;
 }
 
 SmallVector<bool> booleans(const TensorView& view, Name name, std::int64_t rows) {

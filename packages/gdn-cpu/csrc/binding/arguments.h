@@ -19,8 +19,13 @@ using nb::handle;
 bool flag(handle value, Name name);
 double number(handle value, Name name);
 double positive(handle value, Name name);
+double non_negative(handle value, Name name);
 std::optional<double> optional_number(handle value, Name name);
+std::int64_t integer(handle value, Name name);
 std::optional<std::int64_t> optional_integer(handle value, Name name);
+
+// 'silu', 'swish' or 'sigmoid'.
+GateActivation gate_activation(handle value, Name name);
 
 // True under GDN_DEBUG=1.
 bool debug_checks();
@@ -36,6 +41,8 @@ DType check_floating(const TensorView& view, Name name, Shape shape);
 std::optional<DType> floating_dtype(const TensorView& view);
 [[noreturn]] void raise_floating(const TensorView& view, Name name, const std::string& expected_shape);
 
+// A readable tensor of exactly `dtype` and of `shape`.
+void check_exact(const TensorView& view, Name name, dlpack::DataType dtype, Shape shape);
 void check_same_dtype(const TensorView& view, Name name, const TensorView& other, Name other_name);
 
 // The last dimension gets a unit stride: in place where it has one, else through a copy that `view` then owns.
@@ -45,11 +52,11 @@ void check_unit_stride(const TensorView& view, Name name);
 // [HV] values of any stride.
 HeadVector head_vector(const TensorView& view, Name name, std::int64_t size);
 
-// [B, T, heads, dim] with a unit last stride; call after check_floating.
+// [B, T, heads, dim] or [T, heads, dim] with a unit last stride; call after check_floating.
 Operand heads_operand(TensorView& view);
 // [B, T, heads]: one value a head, any strides.
 Operand values_operand(const TensorView& view, Name name, Shape shape);
-// An output [B, T, heads, dim].
+// An output [B, T, heads, dim] or [T, heads, dim].
 MutableOperand output_operand(const TensorView& view, Name name, Shape shape);
 
 // The inside of each slot must be packed; the stride between slots is free.
@@ -60,10 +67,21 @@ void check_packed_slots(const TensorView& view, Name name);
 // A one-dimensional int32 or int64 tensor, any stride; `size` < 0 takes any.
 Indices integers(const TensorView& view, Name name, Dim size);
 // Offsets of packed rows: at least one, non-decreasing, inside [0, total].
-Indices row_offsets(const TensorView& view, Name name, std::int64_t total);
+Indices row_offsets(const TensorView& view, Name name, std::int64_t total, Dim size = "N+1");
 // Slots of a pool: padding (negative or null) becomes -1; IndexError at pool_size and beyond.
-Indices slot_indices(const TensorView& view, Name name, std::int64_t rows, std::int64_t pool_size,
+Indices slot_indices(const TensorView& view, Name name, Dim rows, std::int64_t pool_size,
                      std::optional<std::int64_t> null_slot);
+// The table of a call that stores a state per token.
+struct SlotTable {
+  std::int64_t rows, columns;  // 1 to 16 columns
+  Indices slots;               // [rows, columns], padding is -1
+};
+SlotTable slot_table(const TensorView& view, Name name, std::int64_t pool_size, std::optional<std::int64_t> null_slot);
+// Offsets of `rows` packed rows of at most `columns` tokens each.
+Indices short_row_offsets(const TensorView& view, Name name, std::int64_t rows, std::int64_t columns,
+                          std::int64_t total);
+// Accepted tokens of each row, at least 1 and at most `columns`; all 1 for None.
+Indices accepted_tokens(const TensorView& view, Name name, std::int64_t rows, std::int64_t columns);
 // [rows] bool; all true for None.
 SmallVector<bool> booleans(const TensorView& view, Name name, std::int64_t rows);
 

@@ -140,17 +140,6 @@ class MergedRows {
   std::int64_t strides_[kMostDims][kOperands] = {};
 };
 
-GateActivation gate_activation(handle value, Name name) {
-  if (PyUnicode_Check(value.ptr())) {
-    const char* utf8 = PyUnicode_AsUTF8AndSize(value.ptr(), nullptr);
-    if (utf8 == nullptr) throw nb::python_error();
-    const std::string_view text = utf8;
-    if (text == "silu" || text == "swish") return GateActivation::kSilu;
-    if (text == "sigmoid") return GateActivation::kSigmoid;
-  }
-  raise_value(cat({name, ": expected one of 'silu', 'swish', 'sigmoid', got ", nb::repr(value).c_str()}));
-}
-
 }  // namespace
 
 void rms_norm_gated(TensorView& x, TensorView& gate, TensorView& weight, handle eps, handle activation, TensorView& out,
@@ -163,9 +152,7 @@ void rms_norm_gated(TensorView& x, TensorView& gate, TensorView& weight, handle 
   params.dim = x.size(-1);
   params.weight = head_vector(weight, "weight", params.dim);
   params.activation = gate_activation(activation, "activation");
-  const double eps_value = number(eps, "eps");
-  if (!(eps_value >= 0)) raise_value(cat({"eps: expected a number >= 0, got ", std::to_string(eps_value)}));
-  params.eps = static_cast<float>(eps_value);
+  params.eps = static_cast<float>(non_negative(eps, "eps"));
   params.out_rows.dtype = check_like(out, "out", x);
   check_unit_stride(out, "out");
   if (!dry_run) {

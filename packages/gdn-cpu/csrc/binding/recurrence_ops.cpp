@@ -5,113 +5,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "dispatch/levels.h"
 #include "ops.h"
-#include "runtime/parallel.h"
+#include "recurrence_call.h"
 
 namespace gdn::cpu {
-namespace {
-
-struct Sizes {
-  std::int64_t batch, tokens, key_heads, key_dim, value_heads, value_dim;
-};
-
-Sizes check_qkv(const TensorView& q, const TensorView& k, const TensorView& v, Dim batch) {
-  check_floating(q, "q", {batch, "T", "H", "K"});
-  Sizes s{q.size(0), q.size(1), q.size(2), q.size(3), 0, 0};
-  check_floating(k, "k", {s.batch, s.tokens, s.key_heads, s.key_dim});
-  check_floating(v, "v", {s.batch, s.tokens, "HV", "V"});
-  s.value_heads = v.size(2);
-  s.value_dim = v.size(3);
-  check_same_dtype(k, "k", q, "q");
-  check_same_dtype(v, "v", q, "q");
-  if (s.key_heads < 1 || s.value_heads % s.key_heads != 0) {
-    raise_value(cat({"v: expected a multiple of the ", std::to_string(s.key_heads), " key heads as value heads, got ",
-                     std::to_string(s.value_heads)}));
-  }
-  if (s.key_dim < 1 || s.value_dim < 1 || s.key_dim > kMaxHeadDim || s.value_dim > kMaxHeadDim) {
-    decline("K and V: from 1 to " + std::to_string(kMaxHeadDim));
-  }
-  return s;
-}
-
-void set_sizes(RecurrenceParams& params, const Sizes& s) {
-  params.num_key_heads = s.key_heads;
-  params.num_value_heads = s.value_heads;
-  params.key_dim = s.key_dim;
-  params.value_dim = s.value_dim;
-}
-
-void set_scale(RecurrenceParams& params, handle scale) {
-  const double fallback = params.key_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(params.key_dim)) : 1.0;
-  params.scale = static_cast<float>(optional_number(scale, "scale").value_or(fallback));
-}
-
-// A state tensor [first, HV, K, V] or, V-first, [first, HV, V, K].
-DType check_state(const TensorView& view, Name name, Dim first, const Sizes& s, bool state_v_first) {
-  const std::int64_t rows = state_v_first ? s.value_dim : s.key_dim;
-  const std::int64_t columns = state_v_first ? s.key_dim : s.value_dim;
-  return check_floating(view, name, {first, s.value_heads, rows, columns});
-}
-
-// The rows of a call: where each one's tokens and states are. The vectors outlive the kernel.
-struct RowPlan {
-  Indices offsets;            // [N + 1], or empty: one batch entry (or one token) a row
-  Indices sources;            // [N], negative: starts from zero
-  Indices destinations;       // [N], negative: not stored
-  SmallVector<bool> padding;  // [N]: computes nothing
-};
-
-std::int64_t row_begin(const RowPlan& plan, const RecurrenceParams& params, std::int64_t row) {
-  return plan.offsets.empty() ? row * params.tokens_per_sequence : plan.offsets[static_cast<std::size_t>(row)];
-}
-
-// --- zeroing what no row computes ---
-
-std::size_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
-// Tokens [begin, end) of a packed batch; tokens of different batch entries are numbered on.
-void zero_tokens(const RecurrenceParams& params, std::int64_t tokens_per_batch, std::int64_t begin, std::int64_t end) {
-  const MutableOperand& out = params.out;
-  const std::size_t item = dtype_bytes(out.dtype);
-  for (std::int64_t token = begin; token < end; ++token) {
-    const std::int64_t offset =
-        token / tokens_per_batch * out.batch_stride + token % tokens_per_batch * out.token_stride;
-    for (std::int64_t head = 0; head < params.num_value_heads; ++head) {
-      char* row = static_cast<char*>(out.data) + (offset + head * out.head_stride) * static_cast<std::int64_t>(item);
-      std::memset(row, 0, item * static_cast<std::size_t>(params.value_dim));
-    }
-  }
-}
-
-void zero_uncovered(const RecurrenceParams& params, const RowPlan& plan, std::int64_t tokens_per_batch) {
-  const std::int64_t rows = params.num_sequences;
-  if (!plan.offsets.empty()) {
-    zero_tokens(params, tokens_per_batch, 0, plan.offsets.front());
-    zero_tokens(params, tokens_per_batch, plan.offsets.back(), tokens_per_batch);
-  }
-  for (std::int64_t row = 0; row < rows; ++row) {
-    if (!plan.padding[static_cast<std::size_t>(row)]) continue;
-    zero_tokens(params, tokens_per_batch, row_begin(plan, params, row), row_begin(plan, params, row + 1));
-  }
-}
-
-void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_batch) {
-  Indices live;
-  for (std::int64_t row = 0; row < params.num_sequences; ++row) {
-    if (!plan.padding[static_cast<std::size_t>(row)]) live.push_back(row);
-  }
-  params.token_offsets = plan.offsets.empty() ? nullptr : plan.offsets.data();
-  params.source_slots = plan.sources.data();
-  params.destination_slots = plan.destinations.data();
-  const KernelTable& kernels = *active_level().kernels;
-  const int threads = num_threads();
-  nb::gil_scoped_release unlocked;
-  zero_uncovered(params, plan, tokens_per_batch);
-  run_recurrence(kernels, params, live, threads);
-}
-
-}  // namespace
 
 // --- decode ---
 
@@ -121,23 +18,10 @@ void fused_sigmoid_gating_delta_rule_update(TensorView& A_log, TensorView& dt_bi
                                             TensorView& cu_seqlens, handle use_qk_l2norm_in_kernel,
                                             handle softplus_beta, handle softplus_threshold, handle scale,
                                             handle state_v_first, handle null_slot, TensorView& out, bool dry_run) {
-  const Sizes s = check_qkv(q, k, v, 1);
   RecurrenceParams params;
-  set_sizes(params, s);
-  set_scale(params, scale);
-  params.A_log = head_vector(A_log, "A_log", s.value_heads);
-  params.dt_bias = head_vector(dt_bias, "dt_bias", s.value_heads);
-  params.gate = values_operand(a, "a", {s.tokens, s.value_heads});
-  params.beta = values_operand(b, "b", {s.tokens, s.value_heads});
-  params.gate_kind = Gate::kRaw;
-  params.beta_kind = Beta::kLogit;
-  params.softplus_beta = static_cast<float>(positive(softplus_beta, "softplus_beta"));
-  params.softplus_threshold = static_cast<float>(number(softplus_threshold, "softplus_threshold"));
-  params.normalize_qk = flag(use_qk_l2norm_in_kernel, "use_qk_l2norm_in_kernel");
-  params.state_v_first = flag(state_v_first, "state_v_first");
-  params.state_dtype = check_state(initial_state_source, "initial_state_source", "P", s, params.state_v_first);
-  check_packed_slots(initial_state_source, "initial_state_source");
-  params.out = output_operand(out, "out", {1, s.tokens, s.value_heads, s.value_dim});
+  const Sizes s = check_decode({A_log, dt_bias, q, k, v, a, b, initial_state_source, "initial_state_source",
+                                use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, out},
+                               params);
 
   RowPlan plan;
   if (!cu_seqlens.is_none()) plan.offsets = row_offsets(cu_seqlens, "cu_seqlens", s.tokens);
@@ -146,9 +30,7 @@ void fused_sigmoid_gating_delta_rule_update(TensorView& A_log, TensorView& dt_bi
                               initial_state_source.size(0), optional_integer(null_slot, "null_slot"));
   if (dry_run || s.tokens == 0) return;
 
-  params.q = heads_operand(q);
-  params.k = heads_operand(k);
-  params.v = heads_operand(v);
+  set_qkv(params, q, k, v);
   if (plan.offsets.empty()) {
     // One token a row: token n of batch 0 is token 0 of batch n.
     params.tokens_per_sequence = 1;
@@ -157,8 +39,6 @@ void fused_sigmoid_gating_delta_rule_update(TensorView& A_log, TensorView& dt_bi
     }
     params.out.batch_stride = params.out.token_stride;
   }
-  params.source = params.destination = initial_state_source.data();
-  params.source_slot_stride = params.destination_slot_stride = initial_state_source.stride(0);
   plan.destinations = plan.sources;
   for (const std::int64_t slot : plan.sources) plan.padding.push_back(slot < 0);
   execute(params, plan, plan.offsets.empty() ? 1 : s.tokens);
@@ -223,12 +103,9 @@ Sizes check_sequences(SequenceArguments& args, RecurrenceParams& params, RowPlan
   plan.destinations = Indices(static_cast<std::size_t>(rows), -1);
   if (!args.state_indices.is_none()) {
     if (args.state.is_none()) raise_value("initial_state: expected a pool with state_indices, got None");
-    params.state_dtype = check_state(args.state, "initial_state", "P", s, params.state_v_first);
-    check_packed_slots(args.state, "initial_state");
+    set_pool(params, args.state, "initial_state", s, args.state_v_first);
     const Indices slots = slot_indices(args.state_indices, "state_indices", rows, args.state.size(0),
                                        optional_integer(args.null_slot, "null_slot"));
-    params.source = params.destination = args.state.data();
-    params.source_slot_stride = params.destination_slot_stride = args.state.stride(0);
     for (std::size_t row = 0; row < slots.size(); ++row) {
       plan.padding[row] = slots[row] < 0;
       plan.destinations[row] = slots[row];
@@ -281,9 +158,7 @@ void borrow_initial_state(TensorView& view, RecurrenceParams& params) {
 }
 
 void run_sequences(SequenceArguments& args, RecurrenceParams& params, RowPlan& plan, const Sizes& s) {
-  params.q = heads_operand(args.q);
-  params.k = heads_operand(args.k);
-  params.v = heads_operand(args.v);
+  set_qkv(params, args.q, args.k, args.v);
   borrow_initial_state(args.initial_state, params);
   // A sequence without tokens leaves a pool alone, also where it is fresh.
   if (!args.state_indices.is_none()) {

@@ -48,6 +48,32 @@ enum class Beta : std::uint8_t {
   kOne,    // beta = 1
 };
 
+enum class GateActivation : std::uint8_t { kSilu, kSigmoid, kNone };
+
+// The gated norm that a decode step may end in: out = o * rsqrt(mean(o * o) + eps) * weight * act(gate) per token and
+// head, where o stays in fp32.
+struct GatedNorm {
+  Operand gate;
+  HeadVector weight;  // [value_dim]
+  float eps = 0.0f;
+  GateActivation activation = GateActivation::kSilu;
+};
+
+// Records of what tokens did to the state of a slot: M = decay M + k u^T each. A call first replays the oldest
+// `counts[n]` records of the source slot of sequence n into its state, and stores that; its tokens then run from the
+// stored state, which they leave as it is, and are recorded in turn. Batch strides are those of slots, token strides
+// those of records.
+struct Replay {
+  MutableOperand k;                      // per key head, as they came, not normalised
+  MutableOperand u;                      // fp32, per value head; an item replaces those of its columns
+  MutableOperand decay;                  // fp32, one value per value head
+  const std::int64_t* counts = nullptr;  // [num_sequences], at most kMaxRecords
+  // [tokens, num_value_heads], of the call's own tokens. Other items may still read k and decay of the slot: whoever
+  // has run all of them stores the new ones.
+  float* new_decay = nullptr;
+};
+inline constexpr std::int64_t kMaxRecords = 16;
+
 // The gated delta rule over `num_sequences` rows of tokens. Per (sequence n, value head h), with the state M [K, V]:
 //   M = exp(g) M;  u = beta (v - k M);  M = M + k u^T;  o = scale (q M)
 // Key head of value head h: h / (num_value_heads / num_key_heads).
@@ -76,6 +102,7 @@ struct RecurrenceParams {
   bool normalize_qk = false;  // x * rsqrt(sum(x * x) + 1e-6) in fp32
 
   MutableOperand out;
+  const GatedNorm* norm = nullptr;  // optional; the norm needs all columns: v_begin is then 0, v_end is V
 
   // State of (sequence n, head h): data + index * slot_stride + h * K * V, packed inside,
   // [K, V] or (state_v_first) [V, K]. Source and destination may be the same memory.
@@ -86,7 +113,12 @@ struct RecurrenceParams {
   const std::int64_t* source_slots = nullptr;  // [num_sequences]; negative: start from zero, read nothing
   void* destination = nullptr;
   std::int64_t destination_slot_stride = 0;
-  const std::int64_t* destination_slots = nullptr;  // [num_sequences]; negative: store nothing
+  // [num_sequences], where the last token leaves the state; or, with destination_columns, [num_sequences,
+  // destination_columns], where token t leaves it; or, with replay, [num_sequences], where what is replayed is stored.
+  // Negative: store nothing.
+  const std::int64_t* destination_slots = nullptr;
+  std::int64_t destination_columns = 0;
+  const Replay* replay = nullptr;  // optional
 
   // Optional fp32 states after 0, 64, 128, ... tokens of each sequence (ceil(len / 64) of them), packed, in the
   // layout of the state: chunk_states + (chunk_offsets[n] + i) * HV * K * V + h * K * V.
@@ -112,8 +144,6 @@ struct Rows {
   std::int64_t strides[kMaxDims] = {0, 0, 0, 0};
 };
 
-enum class GateActivation : std::uint8_t { kSilu, kSigmoid, kNone };
-
 // y = x * rsqrt(mean(x * x) + eps) * weight * act(gate), per row of `dim` values, fp32 until the store.
 struct RmsNormGatedParams {
   std::int64_t dim = 0;
@@ -130,16 +160,24 @@ struct RmsNormGatedParams {
 };
 
 inline constexpr std::int64_t kMaxHeadDim = 256;
-// Per-thread working memory of the recurrence: one head's state and a token's q and k.
-inline constexpr std::size_t kRecurrenceScratchBytes = (kMaxHeadDim * kMaxHeadDim + 8 * kMaxHeadDim) * sizeof(float);
+inline constexpr std::int64_t kMaxBlockTokens = 16;
 inline constexpr std::size_t kScratchAlignment = 64;
+
+// Working memory of the recurrence, one a thread.
+struct alignas(kScratchAlignment) RecurrenceScratch {
+  float state[kMaxHeadDim * kMaxHeadDim];        // of one head, between tokens
+  float qk[8 * kMaxHeadDim];                     // q and k of a few tokens
+  float outputs[kMaxBlockTokens * kMaxHeadDim];  // of the same tokens, where a norm follows
+  float record_k[kMaxRecords * kMaxHeadDim];
+  float record_u[kMaxRecords * kMaxHeadDim];
+};
 
 // The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.
 // Values never depend on how: not on v_begin and v_end, not on the rows of a call.
 struct KernelTable {
   // Sequence n, value head h, value columns [v_begin, v_end); v_begin and v_end are multiples of 16 or V itself.
   void (*recurrence)(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
-                     std::int64_t v_end, void* scratch);
+                     std::int64_t v_end, RecurrenceScratch& scratch);
   void (*gating)(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
   void (*rms_norm_gated)(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
 };

@@ -6,8 +6,11 @@
 //   u = beta (v - decay (k M)),  o = scale (decay (q M) + (q k) u),  M = decay M + k u^T.
 //
 // q, k: [K], v, o: [V] per token, fp32, bf16 or fp16, any strides. State: [K, V] or [V, K] packed, fp32, bf16 or fp16.
-// g, beta: one value per token and head. All arithmetic is fp32; a half-precision state is rounded when the call's last
-// token stores it, between tokens it stays in the fp32 scratch.
+// g, beta: one value per token and head. All arithmetic is fp32. The state goes to a slot of the pool after the last
+// token, or after every token. A half-precision one is rounded where it is stored: between tokens it stays in the fp32
+// scratch. An fp32 one that every token stores is read back from its slot. Where the gated norm follows, o stays fp32
+// in the scratch until the norm has read a token's columns. Or records of earlier tokens are replayed into the slot
+// first, and the tokens leave records of their own instead of a state.
 //
 // One call computes columns [v_begin, v_end) of one (sequence, head) for all its tokens. Every element sees the same
 // operations in the same order whatever the columns and the number of tokens of the call: decoding token by token, with
@@ -19,9 +22,11 @@
 //            [K, V] from L2 / L3 / memory     [V, K]                  64 tokens, [K, V] / [V, K]
 //   x86_v4   1.3 / 1.5 / 3.9 (17 GB/s)        1.6 / 1.8 / 4.5         1.3 / 1.5
 //   x86_v3   1.6 / 1.8 / 4.1 (16 GB/s)        1.6 / 1.8 / 4.1         1.3 / 1.4
+#include "gated_norm.h"
 #include "kernels.h"
 #include "recurrence_k_first.h"
 #include "recurrence_v_first.h"
+#include "replay.h"
 #include "token_block.h"
 
 namespace gdn::cpu::GDN_ISA {
@@ -38,8 +43,8 @@ struct HeadTask {
   std::int64_t v_begin, v_end;
   TokenRow row;
   const void* source;  // state of the head, null: zero
-  void* destination;   // null: not stored
-  float* scratch;      // fp32 state between tokens
+  void* replayed;      // where it is stored after a replay
+  RecurrenceScratch& scratch;
 };
 
 std::int64_t head_elements(const RecurrenceParams& p) { return p.key_dim * p.value_dim; }
@@ -55,10 +60,23 @@ const void* source_state(const RecurrenceParams& p, std::int64_t sequence, std::
   return static_cast<const char*>(p.source) + index * element_size(p.state_dtype);
 }
 
-void* destination_state(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head) {
-  if (p.destination == nullptr || p.destination_slots[sequence] < 0) return nullptr;
-  const std::int64_t index = p.destination_slots[sequence] * p.destination_slot_stride + head * head_elements(p);
+void* slot_state(const RecurrenceParams& p, std::int64_t slot, std::int64_t head) {
+  if (slot < 0) return nullptr;
+  const std::int64_t index = slot * p.destination_slot_stride + head * head_elements(p);
   return static_cast<char*>(p.destination) + index * element_size(p.state_dtype);
+}
+
+void* replayed_state(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head) {
+  return p.replay != nullptr ? slot_state(p, p.destination_slots[sequence], head) : nullptr;
+}
+
+// Where token t of `count` leaves the state of the head; null: nowhere.
+void* destination_state(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head, std::int64_t t,
+                        std::int64_t count) {
+  if (p.destination == nullptr || p.replay != nullptr) return nullptr;
+  if (p.destination_columns == 0 && t + 1 < count) return nullptr;
+  const std::int64_t row = p.destination_columns == 0 ? sequence : sequence * p.destination_columns + t;
+  return slot_state(p, p.destination_slots[row], head);
 }
 
 // Columns [v, ...) of a packed state, and of the scratch, where rows are padded to whole vectors.
@@ -71,11 +89,11 @@ GDN_INLINE Tile<T> state_tile(VFirst, T* state, const RecurrenceParams& p, std::
   return {state + v * p.key_dim, p.key_dim};
 }
 GDN_INLINE Tile<float> scratch_tile(KFirst, const HeadTask& task, std::int64_t v, std::int64_t v_end) {
-  return {task.scratch + (v - task.v_begin) * task.params.key_dim, padded_row(v_end - v)};
+  return {task.scratch.state + (v - task.v_begin) * task.params.key_dim, padded_row(v_end - v)};
 }
 GDN_INLINE Tile<float> scratch_tile(VFirst, const HeadTask& task, std::int64_t v, std::int64_t) {
   const std::int64_t stride = padded_row(task.params.key_dim);
-  return {task.scratch + (v - task.v_begin) * stride, stride};
+  return {task.scratch.state + (v - task.v_begin) * stride, stride};
 }
 
 template <class Source, class T>
@@ -94,28 +112,56 @@ struct TilePass {
 
   Tile<float> scratch() const { return scratch_tile(Layout{}, task, v_begin, v_end); }
 
-  // Calls body with what the state is read from before token t: nothing, the source, or the scratch.
-  template <class Body>
-  void with_source(std::int64_t t, bool is_reset, Body body) const {
-    if (is_reset || (t == 0 && task.source == nullptr)) {
-      body(Absent{});
-    } else if (t == 0) {
-      body(state_tile(Layout{}, static_cast<const State*>(task.source), task.params, v_begin));
-    } else {
-      body(Tile<const float>{scratch().data, scratch().stride});
-    }
+  // The slot that token t leaves the state in; null: none.
+  State* slot_after(std::int64_t t) const {
+    return static_cast<State*>(destination_state(task.params, task.sequence, task.head, t, task.row.count));
+  }
+  template <class T>
+  Tile<T> tile_of(T* state) const {
+    return state_tile(Layout{}, state, task.params, v_begin);
   }
 
-  // Calls body with what the state is written to after token t.
+  // Calls body with what the state is read from before token t: nothing, the source, the slot that the token before
+  // left it in, or the scratch.
+  template <class Body>
+  void with_source(std::int64_t t, bool is_reset, Body body) const {
+    if (is_reset || (t == 0 && task.source == nullptr)) return body(Absent{});
+    if (t == 0) return body(tile_of(static_cast<const State*>(task.source)));
+    if constexpr (kIsFloat<State>) {
+      if (const State* slot = slot_after(t - 1)) return body(tile_of(slot));
+    }
+    body(Tile<const float>{scratch().data, scratch().stride});
+  }
+
+  // Calls body with what token t writes the state to, so that the next token finds it unrounded.
   template <class Body>
   void with_destination(std::int64_t t, Body body) const {
-    if (t + 1 < task.row.count) {
-      body(scratch());
-    } else if (task.destination != nullptr) {
-      body(state_tile(Layout{}, static_cast<State*>(task.destination), task.params, v_begin));
-    } else {
-      body(Absent{});
-    }
+    const bool is_last = t + 1 == task.row.count;
+    State* slot = is_last || kIsFloat<State> ? slot_after(t) : nullptr;
+    if (slot != nullptr) return body(tile_of(slot));
+    if (is_last) return body(Absent{});
+    body(scratch());
+  }
+
+  void replay(const RecordBlock& records) const {
+    const Tile<State> to = tile_of(static_cast<State*>(task.replayed));
+    with_source(0, records.is_reset, [&](auto from) {
+      replay_records(Layout{}, records, from, to, v_begin - task.v_begin, v_end - v_begin, task.params.key_dim);
+    });
+  }
+
+  // Where u of token t is recorded, from column v_begin on; null: nowhere.
+  float* record_of(std::int64_t t) const {
+    const RecurrenceParams& p = task.params;
+    if (p.replay == nullptr) return nullptr;
+    const MutableOperand& u = p.replay->u;
+    return static_cast<float*>(u.data) + element_index(u, p.source_slots[task.sequence], t, task.head) + v_begin;
+  }
+
+  // A half-precision slot that a token before the last one leaves the state in.
+  void round_to_slot(std::int64_t t) const {
+    if (kIsFloat<State> || t + 1 == task.row.count) return;
+    if (State* slot = slot_after(t)) copy_state(Layout{}, task, scratch(), tile_of(slot), v_end - v_begin);
   }
 
   void save_chunk_state(std::int64_t t) const {
@@ -130,6 +176,7 @@ struct TilePass {
   Token token(const TokenBlock& block, std::int64_t i, std::int64_t t) const {
     const RecurrenceParams& p = task.params;
     const std::int64_t position = task.row.first + t;
+    const bool is_normed = p.norm != nullptr;
     return {.q = block.q + i * block.row_stride,
             .k = block.k + i * block.row_stride,
             .q_factor = block.q_factor[i],
@@ -143,11 +190,13 @@ struct TilePass {
             .v_begin = v_begin,
             .v_end = v_end,
             .v_dtype = p.v.dtype,
-            .out_dtype = p.out.dtype,
+            .out_dtype = is_normed ? DType::kFloat32 : p.out.dtype,
             .v = p.v.data,
             .v_index = element_index(p.v, task.row.batch, position, task.head) + v_begin,
-            .out = p.out.data,
-            .out_index = element_index(p.out, task.row.batch, position, task.head) + v_begin};
+            .out = is_normed ? task.scratch.outputs : p.out.data,
+            .out_index =
+                (is_normed ? i * kMaxHeadDim : element_index(p.out, task.row.batch, position, task.head)) + v_begin,
+            .record = record_of(t)};
   }
 
   // Tokens [first, first + block.count) of the row.
@@ -156,9 +205,10 @@ struct TilePass {
       const std::int64_t t = first + i;
       if (task.params.chunk_states != nullptr && t % kChunkTokens == 0) save_chunk_state(t);
       const Token current = token(block, i, t);
-      with_source(t, block.is_reset[i], [&](auto source) {
+      with_source(t, is_reset(current.decay), [&](auto source) {
         with_destination(t, [&](auto destination) { step(Layout{}, current, source, destination); });
       });
+      round_to_slot(t);
     }
   }
 };
@@ -167,49 +217,90 @@ struct TilePass {
 // have started from zero stays as it is.
 template <class Layout, class State>
 void copy_head(const HeadTask& task) {
-  if (task.destination == nullptr || task.destination == task.source) return;
-  if (task.source == nullptr && task.params.source == task.params.destination) return;
-  const Tile<State> to = state_tile(Layout{}, static_cast<State*>(task.destination), task.params, task.v_begin);
-  TilePass<Layout, State>{task, task.v_begin, task.v_end}.with_source(
-      0, false, [&](auto from) { copy_state(Layout{}, task, from, to, task.v_end - task.v_begin); });
+  const RecurrenceParams& p = task.params;
+  if (p.destination_columns != 0) return;
+  void* destination = destination_state(p, task.sequence, task.head, 0, 0);
+  if (destination == nullptr || destination == task.source) return;
+  if (task.source == nullptr && p.source == p.destination) return;
+  const TilePass<Layout, State> pass{task, task.v_begin, task.v_end};
+  const Tile<State> to = pass.tile_of(static_cast<State*>(destination));
+  pass.with_source(0, false, [&](auto from) { copy_state(Layout{}, task, from, to, task.v_end - task.v_begin); });
+}
+
+// From the outputs of a block's tokens in the scratch to those of the call.
+void norm_outputs(const HeadTask& task, std::int64_t first, std::int64_t count) {
+  const RecurrenceParams& p = task.params;
+  const GatedNorm& norm = *p.norm;
+  with_activation(norm.activation, [&](auto activation) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t position = task.row.first + first + i;
+      normalize_row<decltype(activation)::kValue>(
+          {.dim = p.value_dim,
+           .x = task.scratch.outputs,
+           .x_dtype = DType::kFloat32,
+           .x_index = i * kMaxHeadDim,
+           .gate = norm.gate.data,
+           .gate_dtype = norm.gate.dtype,
+           .gate_index = element_index(norm.gate, task.row.batch, position, task.head),
+           .out = p.out.data,
+           .out_dtype = p.out.dtype,
+           .out_index = element_index(p.out, task.row.batch, position, task.head),
+           .weight = norm.weight,
+           .eps = norm.eps});
+    }
+  });
+}
+
+void keep_decays(const HeadTask& task, const TokenBlock& block, std::int64_t first) {
+  const RecurrenceParams& p = task.params;
+  for (std::int64_t i = 0; i < block.count; ++i) {
+    p.replay->new_decay[(task.row.first + first + i) * p.num_value_heads + task.head] = block.decay[i];
+  }
 }
 
 template <class Layout, class State>
-void run_head(const HeadTask& task, float* token_memory) {
+void run_head(const HeadTask& task) {
   if (task.row.count == 0) return copy_head<Layout, State>(task);
   TokenBlock block;
   const std::int64_t capacity = block_tokens(task.params.key_dim);
   block.row_stride = padded_row(task.params.key_dim);
-  block.q = token_memory;
-  block.k = token_memory + capacity * block.row_stride;
+  block.q = task.scratch.qk;
+  block.k = task.scratch.qk + capacity * block.row_stride;
+  RecordBlock records;
+  if (task.replayed != nullptr) {
+    records = load_records(task.params, task.sequence, task.head, task.v_begin, task.v_end, task.scratch);
+  }
   const std::int64_t tile = task.row.count == 1 ? kMaxHeadDim : kTileColumns;
   for (std::int64_t t = 0; t < task.row.count; t += capacity) {
     block.count = min_of(capacity, task.row.count - t);
     load_token_block(task.params, task.row, task.head, t, block);
+    if (task.params.replay != nullptr && task.v_begin == 0) keep_decays(task, block, t);
     prefetch_tokens(task.params, task.row, task.head, t + block.count, min_of(t + 2 * capacity, task.row.count));
     for (std::int64_t v = task.v_begin; v < task.v_end; v += tile) {
-      TilePass<Layout, State>{task, v, min_of(v + tile, task.v_end)}.run(block, t);
+      const TilePass<Layout, State> pass{task, v, min_of(v + tile, task.v_end)};
+      if (t == 0 && records.count > 0) pass.replay(records);
+      pass.run(block, t);
     }
+    if (task.params.norm != nullptr) norm_outputs(task, t, block.count);
   }
 }
 
 template <class Layout>
-void run_dtype(const HeadTask& task, float* token_memory) {
+void run_dtype(const HeadTask& task) {
   switch (task.params.state_dtype) {
     case DType::kFloat32:
-      return run_head<Layout, float>(task, token_memory);
+      return run_head<Layout, float>(task);
     case DType::kBFloat16:
-      return run_head<Layout, BFloat16>(task, token_memory);
+      return run_head<Layout, BFloat16>(task);
     case DType::kFloat16:
-      return run_head<Layout, Float16>(task, token_memory);
+      return run_head<Layout, Float16>(task);
   }
 }
 
 }  // namespace
 
 void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
-                std::int64_t v_end, void* scratch) {
-  float* memory = static_cast<float*>(scratch);
+                std::int64_t v_end, RecurrenceScratch& scratch) {
   const HeadTask task{.params = params,
                       .sequence = sequence,
                       .head = head,
@@ -217,13 +308,12 @@ void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int6
                       .v_end = v_end,
                       .row = tokens_of(params, sequence),
                       .source = source_state(params, sequence, head),
-                      .destination = destination_state(params, sequence, head),
-                      .scratch = memory};
-  float* token_memory = memory + kMaxHeadDim * kMaxHeadDim;
+                      .replayed = replayed_state(params, sequence, head),
+                      .scratch = scratch};
   if (params.state_v_first) {
-    run_dtype<VFirst>(task, token_memory);
+    run_dtype<VFirst>(task);
   } else {
-    run_dtype<KFirst>(task, token_memory);
+    run_dtype<KFirst>(task);
   }
 }
 

@@ -23,6 +23,11 @@ constexpr bool kIsAbsent = false;
 template <>
 constexpr bool kIsAbsent<Absent> = true;
 
+template <class T>
+constexpr bool kIsFloat = false;
+template <>
+constexpr bool kIsFloat<float> = true;
+
 // Two vectors of bfloat16 are rounded and packed together for less than one and one; others go one by one.
 template <class T>
 constexpr bool kStoresPairs = false;

@@ -24,6 +24,7 @@ struct Token {
   std::int64_t v_index;  // of column v_begin
   void* out;
   std::int64_t out_index;
+  float* record;  // of u, from column v_begin on; null: not recorded
 };
 
 // u = beta (v - decay k M); km is the product with the k that is not normalised.
@@ -44,21 +45,23 @@ GDN_INLINE void fill_zero(float* x, std::int64_t n) {
 // For `width` columns: the output, and u in the form that the update multiplies with the k that is not normalised.
 template <class V, class Out>
 GDN_INLINE void finish_columns(const Token& token, const V* v, Out* out, std::int64_t width, const float* km,
-                               const float* qm, float* u) {
+                               const float* qm, float* u, float* record) {
   for (std::int64_t c = 0; c < width; c += kLanes) {
     const std::int64_t n = width - c;
     const Vec delta = token_delta(token, load_up_to(v + c, n), load(km + c));
     store_up_to(out + c, token_output(token, load(qm + c), delta), n);
     store(u + c, mul(set1(token.k_factor), delta));
+    if (record != nullptr) store_up_to(record + c, delta, n);
   }
 }
 
 // Columns [column, column + width) of the tile; km, qm and u hold whole vectors.
 void finish_columns(const Token& token, std::int64_t column, std::int64_t width, const float* km, const float* qm,
                     float* u) {
+  float* record = token.record != nullptr ? token.record + column : nullptr;
   with_dtype(token.v_dtype, token.v, [&](auto v) {
     with_dtype(token.out_dtype, token.out, [&](auto out) {
-      finish_columns(token, v + token.v_index + column, out + token.out_index + column, width, km, qm, u);
+      finish_columns(token, v + token.v_index + column, out + token.out_index + column, width, km, qm, u, record);
     });
   });
 }

@@ -12,13 +12,9 @@
 namespace gdn::cpu::GDN_ISA {
 namespace {
 
-constexpr std::int64_t kMaxBlockTokens = 16;
 // Rows of q and k are padded with zeros to whole vectors of every level.
 constexpr std::int64_t kRowMultiple = 16;
 constexpr float kNormEpsilon = 1e-6f;
-// Below it exp(g) is 0 in fp32. Such a decay resets the state, as g = -inf does, whatever the state holds: a record
-// that keeps the decay alone can then be replayed.
-constexpr float kSmallestLogDecay = -104.0f;
 
 // The tokens of one (sequence, head): batch and first token of its row, and how many.
 struct TokenRow {
@@ -37,14 +33,21 @@ struct TokenBlock {
   float qk[kMaxBlockTokens];  // of the normalised q and k
   float decay[kMaxBlockTokens];
   float beta[kMaxBlockTokens];
-  bool is_reset[kMaxBlockTokens];  // the decay is 0: the state counts as zero and is not read
 };
+
+// A decay that is 0 in fp32 resets the state, as g = -inf does, whatever the state holds: it counts as zero and is not
+// read. The decay alone says so, and a record keeps no more than that.
+GDN_INLINE bool is_reset(float decay) { return decay == 0.0f; }
 
 GDN_INLINE std::int64_t padded_row(std::int64_t dim) { return round_up(dim, kRowMultiple); }
 
 // As many tokens as the working memory holds q and k of.
 GDN_INLINE std::int64_t block_tokens(std::int64_t key_dim) {
   return min_of(kMaxBlockTokens, 4 * kMaxHeadDim / padded_row(key_dim));
+}
+
+GDN_INLINE std::int64_t key_head_of(const RecurrenceParams& p, std::int64_t head) {
+  return head / (p.num_value_heads / p.num_key_heads);
 }
 
 template <class AnyOperand>
@@ -111,8 +114,6 @@ GDN_INLINE void load_gates(const RecurrenceParams& p, const TokenRow& row, std::
   const Vec beta = p.beta_kind == Beta::kOne ? set1(1.0f) : gather_tokens(p.beta, row, t, head, n);
   store(block.decay + first, exp(g));
   store(block.beta + first, beta_of(p, beta));
-  const unsigned resets = lane_bits(less(g, set1(kSmallestLogDecay)));
-  for (std::int64_t i = 0; i < n; ++i) block.is_reset[first + i] = ((resets >> i) & 1u) != 0;
 }
 
 template <class AnyOperand>
@@ -126,7 +127,7 @@ GDN_INLINE void prefetch_row(const AnyOperand& x, const TokenRow& row, std::int6
 // follow.
 void prefetch_tokens(const RecurrenceParams& p, const TokenRow& row, std::int64_t head, std::int64_t t,
                      std::int64_t t_end) {
-  const std::int64_t key_head = head / (p.num_value_heads / p.num_key_heads);
+  const std::int64_t key_head = key_head_of(p, head);
   for (; t < t_end; ++t) {
     prefetch_row(p.q, row, t, key_head, p.key_dim);
     prefetch_row(p.k, row, t, key_head, p.key_dim);
@@ -138,7 +139,7 @@ void prefetch_tokens(const RecurrenceParams& p, const TokenRow& row, std::int64_
 // Tokens [token, token + block.count) of the row.
 void load_token_block(const RecurrenceParams& p, const TokenRow& row, std::int64_t head, std::int64_t token,
                       TokenBlock& block) {
-  const std::int64_t key_head = head / (p.num_value_heads / p.num_key_heads);
+  const std::int64_t key_head = key_head_of(p, head);
   for (std::int64_t i = 0; i < block.count; ++i) {
     float* q = block.q + i * block.row_stride;
     float* k = block.k + i * block.row_stride;

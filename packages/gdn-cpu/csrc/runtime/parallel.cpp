@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 
 #include "runtime/openmp.h"
@@ -63,12 +64,11 @@ struct FreeDeleter {
 };
 
 // Working memory of the calling thread, allocated on its first use and kept.
-void* thread_scratch() {
-  static_assert(kRecurrenceScratchBytes % kScratchAlignment == 0);
+RecurrenceScratch& thread_scratch() {
   thread_local const std::unique_ptr<void, FreeDeleter> scratch{
-      std::aligned_alloc(kScratchAlignment, kRecurrenceScratchBytes)};
+      std::aligned_alloc(alignof(RecurrenceScratch), sizeof(RecurrenceScratch))};
   if (scratch == nullptr) std::abort();  // out of memory inside a parallel region: nothing sensible is left to do
-  return scratch.get();
+  return *static_cast<RecurrenceScratch*>(scratch.get());
 }
 
 std::int64_t sequence_length(const RecurrenceParams& params, std::int64_t sequence) {
@@ -76,15 +76,62 @@ std::int64_t sequence_length(const RecurrenceParams& params, std::int64_t sequen
   return params.token_offsets[sequence + 1] - params.token_offsets[sequence];
 }
 
-// Columns of the state that one item computes: all of them, unless there are fewer heads than threads. The kernel has
-// tiles of its own for the caches, and prepares each token once an item.
+// Columns of the state that one item computes: all of them, unless there are fewer heads than threads and no norm over
+// all columns follows. The kernel has tiles of its own for the caches, and prepares each token once an item.
 std::int64_t tile_columns(const RecurrenceParams& params, std::int64_t num_heads, int num_threads) {
+  if (params.norm != nullptr) return params.value_dim;
   constexpr std::int64_t kSmallestTile = 32;
   std::int64_t tile = params.value_dim;
   while (tile > kSmallestTile && num_heads * ((params.value_dim + tile - 1) / tile) < num_threads) {
     tile = (tile / 2 + kSmallestTile - 1) / kSmallestTile * kSmallestTile;
   }
   return std::min(tile, params.value_dim);
+}
+
+}  // namespace
+
+namespace {
+
+// Rows in blocks that are worth a thread's while.
+template <typename Kernel>
+void run_rows(std::int64_t rows, std::int64_t row_elements, int num_threads, const Kernel& kernel) {
+  constexpr std::int64_t kElementsPerItem = 8192;
+  const std::int64_t block = std::max<std::int64_t>(1, kElementsPerItem / std::max<std::int64_t>(1, row_elements));
+  for_each((rows + block - 1) / block, num_threads, Schedule::kStatic,
+           [&](std::int64_t item) { kernel(item * block, std::min(rows, (item + 1) * block)); });
+}
+
+template <typename AnyOperand>
+std::int64_t element_index(const AnyOperand& x, std::int64_t batch, std::int64_t token, std::int64_t head) {
+  return batch * x.batch_stride + token * x.token_stride + head * x.head_stride;
+}
+
+// k and decay of token `token` of the call, to record `record` of its slot.
+void store_record(const RecurrenceParams& params, std::int64_t slot, std::int64_t record, std::int64_t token) {
+  const Replay& replay = *params.replay;
+  const std::int64_t size = params.k.dtype == DType::kFloat32 ? 4 : 2;
+  for (std::int64_t head = 0; head < params.num_key_heads; ++head) {
+    std::memcpy(static_cast<char*>(replay.k.data) + element_index(replay.k, slot, record, head) * size,
+                static_cast<const char*>(params.k.data) + element_index(params.k, 0, token, head) * size,
+                static_cast<std::size_t>(params.key_dim * size));
+  }
+  for (std::int64_t head = 0; head < params.num_value_heads; ++head) {
+    static_cast<float*>(replay.decay.data)[element_index(replay.decay, slot, record, head)] =
+        replay.new_decay[token * params.num_value_heads + head];
+  }
+}
+
+void store_records(const RecurrenceParams& params, const Indices& live, int num_threads) {
+  const std::int64_t row_elements = kMaxRecords * params.num_key_heads * params.key_dim;
+  run_rows(static_cast<std::int64_t>(live.size()), row_elements, num_threads,
+           [&](std::int64_t begin, std::int64_t end) {
+             for (std::int64_t i = begin; i < end; ++i) {
+               const std::int64_t sequence = live[static_cast<std::size_t>(i)];
+               for (std::int64_t t = 0; t < sequence_length(params, sequence); ++t) {
+                 store_record(params, params.source_slots[sequence], t, params.token_offsets[sequence] + t);
+               }
+             }
+           });
 }
 
 }  // namespace
@@ -111,20 +158,8 @@ void run_recurrence(const KernelTable& table, const RecurrenceParams& params, co
     table.recurrence(params, order[static_cast<std::size_t>(row_head / heads)], row_head % heads, v_begin,
                      std::min(v_begin + tile, params.value_dim), thread_scratch());
   });
+  if (params.replay != nullptr) store_records(params, live, num_threads);
 }
-
-namespace {
-
-// Rows in blocks that are worth a thread's while.
-template <typename Kernel>
-void run_rows(std::int64_t rows, std::int64_t row_elements, int num_threads, const Kernel& kernel) {
-  constexpr std::int64_t kElementsPerItem = 8192;
-  const std::int64_t block = std::max<std::int64_t>(1, kElementsPerItem / std::max<std::int64_t>(1, row_elements));
-  for_each((rows + block - 1) / block, num_threads, Schedule::kStatic,
-           [&](std::int64_t item) { kernel(item * block, std::min(rows, (item + 1) * block)); });
-}
-
-}  // namespace
 
 void run_gating(const KernelTable& table, const GatingParams& params, std::int64_t rows, int num_threads) {
   run_rows(rows, params.num_heads, num_threads,

@@ -19,6 +19,10 @@ _NATIVE = (
     "fused_gdn_gating",
     "rms_norm_gated",
     "fused_sigmoid_gating_delta_rule_update",
+    "fused_sigmoid_gating_delta_rule_update_spec",
+    "fused_sigmoid_gating_delta_rule_update_replay",
+    "fused_gdn_decode_post_conv_mtp",
+    "fused_gdn_decode_post_conv_mtp_replay",
     "fused_recurrent_gated_delta_rule",
     "chunk_gated_delta_rule",
 )

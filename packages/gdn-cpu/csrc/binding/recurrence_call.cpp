@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "recurrence_call.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "dispatch/levels.h"
+#include "runtime/parallel.h"
+
+namespace gdn::cpu {
+
+Sizes check_qkv(const TensorView& q, const TensorView& k, const TensorView& v, Dim batch) {
+  check_floating(q, "q", {batch, "T", "H", "K"});
+  Sizes s{q.size(0), q.size(1), q.size(2), q.size(3), 0, 0};
+  check_floating(k, "k", {s.batch, s.tokens, s.key_heads, s.key_dim});
+  check_floating(v, "v", {s.batch, s.tokens, "HV", "V"});
+  s.value_heads = v.size(2);
+  s.value_dim = v.size(3);
+  check_same_dtype(k, "k", q, "q");
+  check_same_dtype(v, "v", q, "q");
+  check_heads(s, "v");
+  return s;
+}
+
+void check_heads(const Sizes& s, Name name) {
+  if (s.key_heads < 1 || s.value_heads % s.key_heads != 0) {
+    raise_value(cat({name, ": expected a multiple of the ", std::to_string(s.key_heads),
+                     " key heads as value heads, got ", std::to_string(s.value_heads)}));
+  }
+  if (s.key_dim < 1 || s.value_dim < 1 || s.key_dim > kMaxHeadDim || s.value_dim > kMaxHeadDim) {
+    decline("K and V: from 1 to " + std::to_string(kMaxHeadDim));
+  }
+}
+
+void set_sizes(RecurrenceParams& params, const Sizes& s) {
+  params.num_key_heads = s.key_heads;
+  params.num_value_heads = s.value_heads;
+  params.key_dim = s.key_dim;
+  params.value_dim = s.value_dim;
+}
+
+void set_scale(RecurrenceParams& params, handle scale) {
+  const double fallback = params.key_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(params.key_dim)) : 1.0;
+  params.scale = static_cast<float>(optional_number(scale, "scale").value_or(fallback));
+}
+
+DType check_state(const TensorView& view, Name name, Dim first, const Sizes& s, bool state_v_first) {
+  const std::int64_t rows = state_v_first ? s.value_dim : s.key_dim;
+  const std::int64_t columns = state_v_first ? s.key_dim : s.value_dim;
+  return check_floating(view, name, {first, s.value_heads, rows, columns});
+}
+
+void set_pool(RecurrenceParams& params, const TensorView& pool, Name name, const Sizes& s, handle state_v_first) {
+  params.state_v_first = flag(state_v_first, "state_v_first");
+  params.state_dtype = check_state(pool, name, "P", s, params.state_v_first);
+  check_packed_slots(pool, name);
+  params.source = params.destination = pool.data();
+  params.source_slot_stride = params.destination_slot_stride = pool.stride(0);
+}
+
+void set_raw_gates(RecurrenceParams& params, const Sizes& s, const TensorView& A_log, const TensorView& dt_bias,
+                   const TensorView& a, const TensorView& b) {
+  params.A_log = head_vector(A_log, "A_log", s.value_heads);
+  params.dt_bias = head_vector(dt_bias, "dt_bias", s.value_heads);
+  params.gate = values_operand(a, "a", {s.tokens, s.value_heads});
+  params.beta = values_operand(b, "b", {s.tokens, s.value_heads});
+  params.gate_kind = Gate::kRaw;
+  params.beta_kind = Beta::kLogit;
+}
+
+Sizes check_decode(const DecodeArguments& args, RecurrenceParams& params) {
+  const Sizes s = check_qkv(args.q, args.k, args.v, 1);
+  set_sizes(params, s);
+  set_scale(params, args.scale);
+  set_raw_gates(params, s, args.A_log, args.dt_bias, args.a, args.b);
+  params.softplus_beta = static_cast<float>(positive(args.softplus_beta, "softplus_beta"));
+  params.softplus_threshold = static_cast<float>(number(args.softplus_threshold, "softplus_threshold"));
+  params.normalize_qk = flag(args.use_qk_l2norm_in_kernel, "use_qk_l2norm_in_kernel");
+  set_pool(params, args.pool, args.pool_name, s, args.state_v_first);
+  params.out = output_operand(args.out, "out", {1, s.tokens, s.value_heads, s.value_dim});
+  return s;
+}
+
+void set_qkv(RecurrenceParams& params, TensorView& q, TensorView& k, TensorView& v) {
+  params.q = heads_operand(q);
+  params.k = heads_operand(k);
+  params.v = heads_operand(v);
+}
+
+std::int64_t row_begin(const RowPlan& plan, const RecurrenceParams& params, std::int64_t row) {
+  return plan.offsets.empty() ? row * params.tokens_per_sequence : plan.offsets[static_cast<std::size_t>(row)];
+}
+
+// --- zeroing what no row computes ---
+
+namespace {
+
+std::size_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Tokens [begin, end) of a packed batch; tokens of different batch entries are numbered on.
+void zero_tokens(const RecurrenceParams& params, std::int64_t tokens_per_batch, std::int64_t begin, std::int64_t end) {
+  const MutableOperand& out = params.out;
+  const std::size_t item = dtype_bytes(out.dtype);
+  for (std::int64_t token = begin; token < end; ++token) {
+    const std::int64_t offset =
+        token / tokens_per_batch * out.batch_stride + token % tokens_per_batch * out.token_stride;
+    for (std::int64_t head = 0; head < params.num_value_heads; ++head) {
+      char* row = static_cast<char*>(out.data) + (offset + head * out.head_stride) * static_cast<std::int64_t>(item);
+      std::memset(row, 0, item * static_cast<std::size_t>(params.value_dim));
+    }
+  }
+}
+
+void zero_uncovered(const RecurrenceParams& params, const RowPlan& plan, std::int64_t tokens_per_batch) {
+  const std::int64_t rows = params.num_sequences;
+  if (!plan.offsets.empty()) {
+    zero_tokens(params, tokens_per_batch, 0, plan.offsets.front());
+    zero_tokens(params, tokens_per_batch, plan.offsets.back(), tokens_per_batch);
+  }
+  for (std::int64_t row = 0; row < rows; ++row) {
+    if (!plan.padding[static_cast<std::size_t>(row)]) continue;
+    zero_tokens(params, tokens_per_batch, row_begin(plan, params, row), row_begin(plan, params, row + 1));
+  }
+}
+
+}  // namespace
+
+void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_batch) {
+  Indices live;
+  for (std::int64_t row = 0; row < params.num_sequences; ++row) {
+    if (!plan.padding[static_cast<std::size_t>(row)]) live.push_back(row);
+  }
+  params.token_offsets = plan.offsets.empty() ? nullptr : plan.offsets.data();
+  params.source_slots = plan.sources.data();
+  params.destination_slots = plan.destinations.data();
+  const KernelTable& kernels = *active_level().kernels;
+  const int threads = num_threads();
+  nb::gil_scoped_release unlocked;
+  zero_uncovered(params, plan, tokens_per_batch);
+  run_recurrence(kernels, params, live, threads);
+}
+
+}  // namespace gdn::cpu

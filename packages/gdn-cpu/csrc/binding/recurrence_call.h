@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the operations that are the recurrence have in common: checks of their operands, and running the rows of a call.
+#pragma once
+
+#include "arguments.h"
+
+namespace gdn::cpu {
+
+struct Sizes {
+  std::int64_t batch, tokens, key_heads, key_dim, value_heads, value_dim;
+};
+
+Sizes check_qkv(const TensorView& q, const TensorView& k, const TensorView& v, Dim batch);
+
+// Value heads must come in groups of one key head each, and heads must fit the kernels.
+void check_heads(const Sizes& s, Name name);
+
+void set_sizes(RecurrenceParams& params, const Sizes& s);
+void set_scale(RecurrenceParams& params, handle scale);
+
+// A state tensor [first, HV, K, V] or, V-first, [first, HV, V, K].
+DType check_state(const TensorView& view, Name name, Dim first, const Sizes& s, bool state_v_first);
+
+// A pool of states that is updated in place, and where it lies.
+void set_pool(RecurrenceParams& params, const TensorView& pool, Name name, const Sizes& s, handle state_v_first);
+
+// The raw inputs of the gates, [T, HV].
+void set_raw_gates(RecurrenceParams& params, const Sizes& s, const TensorView& A_log, const TensorView& dt_bias,
+                   const TensorView& a, const TensorView& b);
+
+// The operands that every form of decode has, but the rows and their slots.
+struct DecodeArguments {
+  TensorView &A_log, &dt_bias, &q, &k, &v, &a, &b, &pool;
+  Name pool_name;
+  handle use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first;
+  TensorView& out;
+};
+
+Sizes check_decode(const DecodeArguments& args, RecurrenceParams& params);
+
+// Takes q, k and v as they lie, or copies of them; after all checks.
+void set_qkv(RecurrenceParams& params, TensorView& q, TensorView& k, TensorView& v);
+
+// The rows of a call: where each one's tokens and states are. The vectors outlive the kernel.
+struct RowPlan {
+  Indices offsets;            // [N + 1], or empty: one batch entry (or one token) a row
+  Indices sources;            // [N], negative: starts from zero
+  Indices destinations;       // [N] or [N, destination_columns], negative: not stored
+  SmallVector<bool> padding;  // [N]: computes nothing
+};
+
+std::int64_t row_begin(const RowPlan& plan, const RecurrenceParams& params, std::int64_t row);
+
+// Runs the rows that are no padding, and zeroes the outputs that none of them computes.
+void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_batch);
+
+}  // namespace gdn::cpu

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Replaying records of tokens, M = decay M + k u^T for one after the other, in one pass over the state. Every element
+// sees the operations that the tokens themselves applied, in their order: the state comes out the same bit for bit.
+#pragma once
+
+#include "recurrence_k_first.h"
+#include "recurrence_v_first.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+// The records of one slot and head, oldest first. As in the update by a token, k is not normalised and u is scaled by
+// what would normalise it. Rows are kMaxHeadDim apart, padded with zeros to whole vectors.
+struct RecordBlock {
+  std::int64_t count = 0;
+  bool is_reset = false;  // the first decay is 0: the state before is not read
+  const float* k = nullptr;
+  const float* u = nullptr;  // columns from v_begin of the item on
+  float decay[kMaxRecords];
+};
+
+// Records of columns [v_begin, v_end). Those before a reset are left out.
+RecordBlock load_records(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
+                         std::int64_t v_end, RecurrenceScratch& scratch) {
+  const Replay& replay = *p.replay;
+  const std::int64_t slot = p.source_slots[sequence];
+  const std::int64_t key_head = key_head_of(p, head);
+  const auto* decays = static_cast<const float*>(replay.decay.data);
+  const auto* all_u = static_cast<const float*>(replay.u.data);
+  RecordBlock records;
+  records.k = scratch.record_k;
+  records.u = scratch.record_u;
+  for (std::int64_t i = 0; i < replay.counts[sequence]; ++i) {
+    const float decay = decays[element_index(replay.decay, slot, i, head)];
+    if (is_reset(decay)) {
+      records.count = 0;
+      records.is_reset = true;
+    }
+    float* k = scratch.record_k + records.count * kMaxHeadDim;
+    float* u = scratch.record_u + records.count * kMaxHeadDim;
+    records.decay[records.count++] = decay;
+    const std::int64_t k_index = element_index(replay.k, slot, i, key_head);
+    with_dtype(replay.k.dtype, replay.k.data, [&](auto data) { convert_row(data + k_index, p.key_dim, k); });
+    const Vec k_factor = set1(p.normalize_qk ? inverse_norm(k, padded_row(p.key_dim)) : 1.0f);
+    const float* recorded = all_u + element_index(replay.u, slot, i, head) + v_begin;
+    for (std::int64_t c = 0; c < v_end - v_begin; c += kLanes) {
+      store(u + c, mul(k_factor, load_up_to(recorded + c, v_end - v_begin - c)));
+    }
+  }
+  return records;
+}
+
+// row_factors and column_factors of record i start at i * kMaxHeadDim.
+template <int kVectors, class Source, class Destination>
+GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destination destination,
+                             const float* row_factors, const float* column_factors, std::int64_t rows,
+                             std::int64_t column, std::int64_t n) {
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const auto from = row_of(source, r);
+    Vec x[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      const std::int64_t c = column + j * kLanes;
+      x[j] = kVectors > 1 || n >= kLanes ? load_columns(from, c) : load_columns(from, c, n);
+    }
+    for (std::int64_t i = 0; i < records.count; ++i) {
+      const Vec row_factor = set1(row_factors[i * kMaxHeadDim + r]);
+      const Vec decay = set1(records.decay[i]);
+      const float* factors = column_factors + i * kMaxHeadDim + column;
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) x[j] = fma(row_factor, load(factors + j * kLanes), mul(decay, x[j]));
+    }
+    const auto to = row_of(destination, r);
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      const std::int64_t c = column + j * kLanes;
+      if (kVectors > 1 || n >= kLanes) {
+        store_columns(to, c, x[j]);
+      } else {
+        store_columns(to, c, x[j], n);
+      }
+    }
+  }
+}
+
+template <class Source, class Destination>
+void replay_tile(const RecordBlock& records, Source source, Destination destination, const float* row_factors,
+                 const float* column_factors, std::int64_t rows, std::int64_t width) {
+  std::int64_t c = 0;
+  for (; c + 4 * kLanes <= width; c += 4 * kLanes) {
+    replay_strip<4>(records, source, destination, row_factors, column_factors, rows, c, width - c);
+  }
+  for (; c < width; c += kLanes) {
+    replay_strip<1>(records, source, destination, row_factors, column_factors, rows, c, width - c);
+  }
+}
+
+// `width` columns of the state, those of u from `column` on.
+template <class Source, class Destination>
+void replay_records(KFirst, const RecordBlock& records, Source source, Destination destination, std::int64_t column,
+                    std::int64_t width, std::int64_t key_dim) {
+  replay_tile(records, source, destination, records.k, records.u + column, key_dim, width);
+}
+template <class Source, class Destination>
+void replay_records(VFirst, const RecordBlock& records, Source source, Destination destination, std::int64_t column,
+                    std::int64_t width, std::int64_t key_dim) {
+  replay_tile(records, source, destination, records.u + column, records.k, width, key_dim);
+}
+
+}  // namespace
+}  // namespace gdn::cpu::GDN_ISA
