@@ -9,16 +9,16 @@ back to :func:`run_on_backend`. A call that needs a gradient never gets this far
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _registry, _validate
 from ._log import log_once
@@ -26,16 +26,15 @@ from ._log import log_once
 Kernel = Callable[..., None]
 
 _AUTOMATIC = ""
-_MAX_PENDING = 64  # constructed choices that may still turn out to be the start of a with block
 _FUSED_DECODE = ("fused_gdn_decode_post_conv_mtp", "fused_gdn_decode_post_conv_mtp_replay")
 
-_forced_here: ContextVar[str] = ContextVar("gdn_backend", default=_AUTOMATIC)
-_forced_everywhere: list[use_backend] = []
-_forced_lock = threading.Lock()
+_forced_here: ContextVar[str | None] = ContextVar("gdn_backend", default=None)
 _default: str | None = None  # the process-wide choice; None until the environment has been read
 
 _recorders: list[Counter[tuple[str, str]]] = []
 _fast: dict[str | None, dict[str, Kernel]] = {}  # by choice: op name -> native CPU kernel
+
+_written: dict[str, list[int]] = {}  # op name -> positions of the arguments that its schema marks as changed in place
 
 # op name -> reference implementation over the arguments of torch.ops.gdn.<name>; filled by _schema
 reference_kernels: dict[str, Kernel] = {}
@@ -45,7 +44,20 @@ _requires_grad = attrgetter("requires_grad")
 _grad_enabled = torch.is_grad_enabled
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
+_inference_mode = torch.is_inference_mode_enabled
 _tracing_state = torch._C._get_tracing_state
+
+
+def _version_counter() -> Callable[[list[torch.Tensor]], None]:
+    """Return torch's increment_version, without its Python layer where torch has it for lists."""
+    try:
+        torch._C._increment_version([])
+    except TypeError:
+        return torch.autograd.graph.increment_version
+    return torch._C._increment_version
+
+
+_increment_version = _version_counter()
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------
@@ -55,10 +67,12 @@ class use_backend:
     """Force one backend, for the process (plain call) or for a block (``with``); None restores the default.
 
     A forced backend that cannot run a call raises NotImplementedError, naming the unmet constraint, instead of falling
-    back. As a context manager the choice holds for the current thread or task only.
+    back. As a context manager the choice holds for the current thread or task only. A plain call holds at once where
+    it is made, and in other threads, unless they have a choice of their own, as soon as its result is dropped.
 
     Args:
-        name: ``"reference"``, ``"cpu"``, ``"cuda"`` or another name that :func:`gdn_core.backends` lists.
+        name: ``"reference"``, ``"cpu"``, ``"cuda"`` or another name that :func:`gdn_core.backends` lists; None: what
+            ``GDN_BACKEND`` says, or whichever takes a call.
 
     Raises:
         ValueError: no backend has that name.
@@ -70,44 +84,45 @@ class use_backend:
         ...     pass
     """
 
+    _is_plain_call = False
+
     def __init__(self, name: str | None) -> None:
-        self.name = _AUTOMATIC if name is None else name
-        self._token: Token[str] | None = None
-        if self.name != _AUTOMATIC:
-            _require(self.name)
-        with _forced_lock:
-            _forced_everywhere.append(self)
-            del _forced_everywhere[:-_MAX_PENDING]
-            _refresh_default()
+        self.name = _environment_choice() if name is None else name
+        if name is not None:
+            _require(name, f"backend: expected one of {{known}}, got {name!r}")
+        self._tokens: list[Token[str | None]] = [_forced_here.set(self.name)]
+        self._is_plain_call = True  # until __enter__ shows that it is not
 
     def __enter__(self) -> use_backend:
-        with _forced_lock:
-            if self in _forced_everywhere:
-                _forced_everywhere.remove(self)
-            _refresh_default()
-        self._token = _forced_here.set(self.name)
+        if not self._is_plain_call or _forced_here.get() != self.name:
+            self._tokens.append(_forced_here.set(self.name))
+        self._is_plain_call = False
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._token is not None:
-            _forced_here.reset(self._token)
-            self._token = None
+        with suppress(ValueError):  # left in another context (a generator closed elsewhere): nothing here to undo
+            _forced_here.reset(self._tokens.pop())
+
+    def __del__(self) -> None:
+        # The constructor cannot know whether a with statement follows, and other threads must not see a choice that
+        # is only for a block: so a plain call reaches them here, when its result turns out to be of no more use.
+        if self._is_plain_call:
+            global _default
+            _default = self.name
 
 
-def _refresh_default() -> None:
-    """Set the process-wide choice: the last plain call, else the environment's."""
-    global _default
-    name = _forced_everywhere[-1].name if _forced_everywhere else _AUTOMATIC
-    if name == _AUTOMATIC and _registry.settings().backend is not None:
-        name = _registry.settings().backend or _AUTOMATIC
-        _require(name)
-    _default = name
+def _environment_choice() -> str:
+    """Return the backend that GDN_BACKEND names, or the empty string."""
+    name = _registry.settings().backend or _AUTOMATIC
+    if name != _AUTOMATIC:
+        _require(name, f"GDN_BACKEND: expected one of {{known}}, got {name!r}")
+    return name
 
 
-def _require(name: str) -> None:
+def _require(name: str, unknown: str) -> None:
+    """Check that a backend exists, or raise the text ``unknown``, and that it can run here."""
     if name not in _registry.names():
-        known = ", ".join(_registry.names())
-        raise ValueError(f"backend: expected one of {known}, got {name!r}")
+        raise ValueError(unknown.format(known=", ".join(_registry.names())))
     info = _registry.info(name)
     if not info.available:
         remedy = f"; {info.install}" if info.install else ""
@@ -116,10 +131,11 @@ def _require(name: str) -> None:
 
 def _choice() -> str:
     """Return the forced backend's name, or the empty string."""
+    global _default
     if _default is None:
-        with _forced_lock:
-            _refresh_default()
-    return _forced_here.get() or _default or _AUTOMATIC
+        _default = _environment_choice()
+    here = _forced_here.get()
+    return _default if here is None else here
 
 
 def _declines(name: str, op: str) -> str | None:
@@ -152,7 +168,20 @@ def _try(name: str, op: str, flat: Sequence[Any], device: torch.device, *, dry_r
         provider.ops[op](*flat, dry_run=dry_run)
     except NotImplementedError as error:
         return str(error)
+    if not (dry_run or _inference_mode()):
+        _mark_written(op, flat)
     return None
+
+
+def _mark_written(op: str, flat: Sequence[Any]) -> None:
+    """Tell autograd what a kernel wrote to, so that it refuses to use a saved tensor that is no longer the same."""
+    positions = _written.get(op)
+    if positions is None:
+        arguments = getattr(torch.ops.gdn, op).default._schema.arguments
+        positions = _written[op] = [
+            i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
+        ]
+    _increment_version([flat[i] for i in positions if flat[i] is not None])
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -160,22 +189,29 @@ def _try(name: str, op: str, flat: Sequence[Any], device: torch.device, *, dry_r
 
 def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
     """Run ``op`` over the arguments of ``torch.ops.gdn.<op>``; ``like`` is one of them, and tells the device."""
-    if _is_compiling() or _num_dispatch_modes() or _tracing_state() is not None or _functorch_level() is not None:
+    if _is_compiling():
         getattr(torch.ops.gdn, op).default(*flat)
         return
     if _recorders and _explaining.get():
         raise _Intercepted(op, flat, gradient=False, writes=None)
+    if _num_dispatch_modes() or _tracing_state() is not None or _functorch_level() is not None:
+        getattr(torch.ops.gdn, op).default(*flat)
+        return
     if not _recorders and getattr(like, "is_cpu", False):
-        table = _fast.get(_forced_here.get() or _default)
+        here = _forced_here.get()
+        table = _fast.get(_default if here is None else here)
         if table is None:
             table = _fast_table()
         kernel = table.get(op)
         if kernel is not None:
             try:
                 kernel(*flat)
-                return
             except NotImplementedError:
                 pass  # declined before anything changed: the general path finds out why
+            else:
+                if not _inference_mode():
+                    _mark_written(op, flat)
+                return
     if any(_is_subclass(tensor) for tensor in flat):
         getattr(torch.ops.gdn, op).default(*flat)
         return
@@ -251,7 +287,7 @@ def record_calls() -> Iterator[Counter[tuple[str, str]]]:
     try:
         yield counter
     finally:
-        _recorders.remove(counter)
+        _recorders[:] = [other for other in _recorders if other is not counter]  # equal ones may be there
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -264,6 +300,15 @@ def _any_requires_grad(tensors: Sequence[object]) -> bool:
         except AttributeError:
             pass  # None, or something that validation will name
     return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+
+
+def _any_tangent(tensors: Sequence[object]) -> bool:
+    """Tell whether forward-mode differentiation follows an input."""
+    if _is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(
+        isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
 
 
 def wants_gradient(op: str, tensors: Sequence[object], flat: Sequence[Any], *, writes: str | None) -> bool:
@@ -280,16 +325,16 @@ def wants_gradient(op: str, tensors: Sequence[object], flat: Sequence[Any], *, w
         NotImplementedError: a gradient is required of a call for which a native backend was forced.
     """
     transformed = not _is_compiling() and _functorch_level() is not None
-    needed = _grad_enabled() and _any_requires_grad(tensors)
+    needed = _grad_enabled() and (_any_requires_grad(tensors) or _any_tangent(tensors))
     if not (transformed or needed):
         return False
     if _recorders and _explaining.get():
         raise _Intercepted(op, flat, gradient=True, writes=writes)
     if writes is not None:
-        raise RuntimeError(
-            f"{op}: an input requires a gradient, but the call updates {writes!r} in place and has none; "
-            "call it under torch.no_grad() or torch.inference_mode()"
-        )
+        why, remedy = "an input requires a gradient", "call it under torch.no_grad() or torch.inference_mode()"
+        if not needed:
+            why, remedy = "a torch.func transform is active", "call it outside of the transform"
+        raise RuntimeError(f"{op}: {why}, but the call updates {writes!r} in place; {remedy}")
     if _is_compiling():
         return True
     if _choice() not in (_AUTOMATIC, _registry.REFERENCE):
@@ -343,6 +388,9 @@ def intercept(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
             function(*args, **kwargs)
     except _Intercepted as call:
         return _explain(call)
+    except (TypeError, ValueError, IndexError, NotImplementedError) as error:  # raised before any backend is asked
+        reason = f"{type(error).__name__}: {error}"
+        return Explanation(function.__name__, None, {name: reason for name in _registry.names()})
     finally:
         _explaining.reset(token)
     raise AssertionError(f"{function.__name__} did not reach the dispatcher")
