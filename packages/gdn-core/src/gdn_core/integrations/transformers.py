@@ -217,10 +217,10 @@ def _layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             hidden_states = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
         mixed_qkv, z, a, b = _projections(self, hidden_states)
         if cache is not None and hidden_states.shape[1] == 1 and cache.get_conv_state(self.layer_idx) is not None:
-            core = _decode(self, mixed_qkv, a, b, cache)
+            core = _decode(self, mixed_qkv, z, a, b, cache)
         else:
             core = _prefill(self, mixed_qkv, a, b, cache)
-        core = self.norm(core.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+            core = self.norm(core.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
         return self.out_proj(core.reshape(*hidden_states.shape[:2], -1))
 
     return forward
@@ -230,8 +230,9 @@ def _layer_eligible(layer: Any, hidden_states: torch.Tensor, cache: Any, kwargs:
     packed = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None
     if packed or kwargs.get("cache_params") is not None:
         return False
-    # accelerate moves an offloaded weight in when the module is called; the convolution's is used without a call.
-    if hasattr(layer.conv1d, "_hf_hook") or (cache is not None and cache.is_recording_past(layer.layer_idx)):
+    # accelerate moves an offloaded weight in when the module is called; these are used without a call.
+    is_offloaded = hasattr(layer.conv1d, "_hf_hook") or hasattr(layer.norm, "_hf_hook")
+    if is_offloaded or (cache is not None and cache.is_recording_past(layer.layer_idx)):
         return False
     weight = layer.conv1d.weight
     return hidden_states.dtype == weight.dtype and _eligible(
@@ -260,25 +261,32 @@ def _split(layer: Any, mixed_qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     )
 
 
-def _decode(layer: Any, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Advance each sequence by one token. Both states are updated in place, in the cache's own tensors."""
+def _decode(
+    layer: Any, mixed_qkv: torch.Tensor, z: torch.Tensor, a: torch.Tensor, b: torch.Tensor, cache: Any
+) -> torch.Tensor:
+    """Advance each sequence by one token, up to the gated norm. Both states are updated in the cache's own tensors."""
     batch = mixed_qkv.shape[0]
     conv_state, state = cache.get_conv_state(layer.layer_idx), cache.get_recurrent_state(layer.layer_idx)
     mixed_qkv = gdn_core.causal_conv1d_update(
         mixed_qkv[:, 0], conv_state, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.activation
     )
-    q, k, v = _split(layer, mixed_qkv[None])  # the batch is the packed token axis
-    core = gdn_core.fused_sigmoid_gating_delta_rule_update(
-        layer.A_log,
-        layer.dt_bias,
-        q,
-        k,
-        v,
+    core = gdn_core.fused_gdn_decode_post_conv_mtp(
+        mixed_qkv,
         a.reshape(batch, -1),
         b.reshape(batch, -1),
+        layer.A_log,
+        layer.dt_bias,
+        torch.arange(batch, dtype=torch.int32)[:, None],  # one slot a sequence: the batch is the pool
+        torch.arange(batch + 1, dtype=torch.int32),
+        None,
         state,
-        torch.arange(batch, dtype=torch.int32),
-        use_qk_l2norm_in_kernel=True,
+        z.reshape(batch, layer.num_v_heads, layer.head_v_dim),
+        layer.norm.weight,
+        norm_eps=layer.norm.variance_epsilon,
+        output_gate_activation=layer.norm.activation,
+        num_key_heads=layer.num_k_heads,
+        head_k_dim=layer.head_k_dim,
+        state_v_first=False,
     )
     cache.update_recurrent_state(state, layer.layer_idx)
     return core
