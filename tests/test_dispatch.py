@@ -40,6 +40,7 @@ def rediscover(monkeypatch):
         monkeypatch.setattr(_registry, "_backends", None)
         monkeypatch.setattr(_dispatch, "_fast", {})
         monkeypatch.setattr(_dispatch, "_default", None)
+        _dispatch._forced_here.set(None)
         _registry.settings.cache_clear()
 
     yield forget
@@ -93,7 +94,8 @@ def test_backends_names_each_backend_and_what_it_lacks():
     assert infos[-1].name == "reference"
     for info in infos:
         assert info.available == (info.reason is None), info
-        assert info.available or info.install == f'pip install "gdn-core[{info.name}]=={VERSION}"'
+        missing = info.version is None and not info.available
+        assert info.install == (f'pip install "gdn-core[{info.name}]=={VERSION}"' if missing else None)
     assert rows()["reference"].available
     assert rows()["reference"].version == VERSION
 
@@ -110,8 +112,9 @@ def test_the_cpu_row_follows_the_level_in_use():
 
 @needs_cpu
 def test_GDN_CPU_ISA_rejects_other_names():
-    _, available, _, reason, _ = run_python(SHOW_BACKENDS, GDN_CPU_ISA="avx9000")["rows"]["cpu"]
+    _, available, _, reason, install = run_python(SHOW_BACKENDS, GDN_CPU_ISA="avx9000")["rows"]["cpu"]
     assert not available
+    assert install is None, "pip does not help against a wrong variable"
     assert "GDN_CPU_ISA" in reason and "baseline" in reason and "avx9000" in reason
 
 
@@ -135,9 +138,11 @@ def test_a_backend_that_does_not_import_is_listed_with_its_error(tmp_path):
         "empty": "AttributeError",
         "failing": "OSError: the driver is gone",
     }.items():
-        version, available, _, reason, _ = found[name]
+        version, available, _, reason, install = found[name]
         assert not available
         assert words in reason
+        remedy = f'pip install --force-reinstall --no-deps "gdn-cpu=={VERSION}"'
+        assert install == (remedy if name == "cpu" else None)
         assert version == (VERSION if name == "cpu" else "3.1")
     assert found["reference"][1]
 
@@ -156,6 +161,20 @@ def test_a_backend_of_another_version_is_unavailable_and_not_even_imported(tmp_p
 def test_GDN_SKIP_VERSION_CHECK_accepts_another_version(tmp_path):
     distribution(tmp_path, "gdn-cpu", "0.0.7", {"cpu": "gdn_cpu:provider"})
     assert run_python(SHOW_BACKENDS, path=[tmp_path], GDN_SKIP_VERSION_CHECK="1")["rows"]["cpu"][1]
+
+
+def test_an_installed_backend_that_cannot_run_here_is_not_to_be_installed_again(tmp_path):
+    provider = "class Provider:\n    def availability(self): return 'no driver'\nprovider = Provider()\n"
+    (tmp_path / "driverless.py").write_text(provider)
+    distribution(tmp_path, "gdn-cuda", VERSION, {"cuda": "driverless:provider"})
+    found = run_python(SHOW_BACKENDS, path=[tmp_path])["rows"]["cuda"]
+    assert found == [VERSION, False, None, "no driver", None]
+
+
+def test_wrong_settings_do_not_hide_the_backends(tmp_path):
+    distribution(tmp_path, "gdn-cpu", "0.0.7", {"cpu": "gdn_cpu:provider"})
+    found = run_python(SHOW_BACKENDS, path=[tmp_path], GDN_DECODE_KERNEL="fast", GDN_BACKEND="fast")
+    assert "0.0.7" in found["rows"]["cpu"][3]
 
 
 def test_without_gdn_cpu_the_reference_runs_and_says_once_what_to_install(tmp_path):
@@ -324,10 +343,10 @@ def test_a_block_leaves_the_plain_choice_as_it_was():
 
 
 @needs_cpu
-def test_none_in_a_block_is_the_choice_of_the_process():
+def test_none_in_a_block_is_the_default():
     gdn_core.use_backend("reference")
-    with gdn_core.use_backend("cpu"), gdn_core.use_backend(None):
-        assert chosen() == "reference"
+    with gdn_core.use_backend(None):
+        assert chosen() == "cpu"
     assert chosen() == "reference"
 
 
@@ -413,14 +432,14 @@ def test_GDN_BACKEND_that_cannot_run_raises_with_the_command(monkeypatch, redisc
     assert f"gdn-core[cuda]=={VERSION}" in str(raised.value)
 
 
-@pytest.mark.parametrize("value", ["cuda", "triton"])
-def test_GDN_DECODE_KERNEL_takes_its_two_values(monkeypatch, rediscover, value):
+@pytest.mark.parametrize("value", ["cuda", "triton", ""])
+def test_GDN_DECODE_KERNEL_takes_its_two_values_and_empty_is_unset(monkeypatch, rediscover, value):
     monkeypatch.setenv("GDN_DECODE_KERNEL", value)
     rediscover()
     assert chosen() == AUTOMATIC
 
 
-@pytest.mark.parametrize("value", ["", "CUDA", "cpu", "fla"])
+@pytest.mark.parametrize("value", ["CUDA", "cpu", "fla"])
 def test_GDN_DECODE_KERNEL_rejects_any_other_value(monkeypatch, rediscover, value):
     monkeypatch.setenv("GDN_DECODE_KERNEL", value)
     rediscover()
@@ -682,6 +701,35 @@ def test_record_calls_counts_every_thread_and_path():
         ("rms_norm_gated", "reference"): 1,
         ("fused_sigmoid_gating_delta_rule_update", "cpu"): 1,
     }
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+@needs_cpu
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_a_call_of_less_than_100_us_starts_no_thread():
+    found = run_python("""
+        import json, os, torch, gdn_core
+        from gdn_core.testing import inputs
+
+        def num_tasks():
+            return len(os.listdir("/proc/self/task"))
+
+        torch.set_num_threads(1)
+        small = inputs.gating_arguments((1024, 100)), inputs.norm_arguments((1024, 1, 100))
+        large = inputs.norm_arguments((1024, 2, 128))  # torch's own operators start no worker
+        torch.set_num_threads(2)
+        tasks = [num_tasks()]
+        with gdn_core.use_backend("cpu"):
+            gdn_core.fused_gdn_gating(**small[0])
+            gdn_core.rms_norm_gated(**small[1])
+            tasks.append(num_tasks())
+            gdn_core.rms_norm_gated(**large)
+            tasks.append(num_tasks())
+        print(json.dumps([count - tasks[0] for count in tasks]))
+    """)
+    assert found == [0, 0, 1]
 
 
 # --- importing --------------------------------------------------------------------------------------------------------

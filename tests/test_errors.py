@@ -223,6 +223,16 @@ def qkv_cases():
     tokens = {CHUNK: 8, RECURRENT: 8, DECODE: 3, SPEC: 5, REPLAY: 5}
     for op, T in tokens.items():
         yield op, "HV % H", replaced(v=torch.zeros(1, T, 3, V)), ValueError, "v: expected a multiple of the 2 key heads"
+        no_K = {"q": torch.zeros(1, T, H, 0), "k": torch.zeros(1, T, H, 0)}
+        yield (
+            op,
+            "K 0",
+            replaced(**no_K),
+            ValueError,
+            f"q: expected a last dimension of at least 1, got float32 [1, {T}",
+        )
+        no_V = replaced(v=torch.zeros(1, T, HV, 0))
+        yield op, "V 0", no_V, ValueError, f"v: expected a last dimension of at least 1, got float32 [1, {T}"
         yield op, "no key heads", replaced(q=torch.zeros(1, T, 0, K), k=torch.zeros(1, T, 0, K)), ValueError, "v:"
         k = torch.zeros(1, T, H, K + 1)
         text = f"k: expected [1, {T}, {H}, {K}], got float32 [1, {T}, {H}, {K + 1}]"
@@ -276,11 +286,14 @@ def scalar_cases():
             yield op, f"softplus_beta {bad!r}", replaced(softplus_beta=bad), TypeError, "softplus_beta:"
         yield op, "softplus_threshold", replaced(softplus_threshold="20"), TypeError, "softplus_threshold:"
     for op in (CHUNK, RECURRENT, DECODE, SPEC, REPLAY, FUSED, FUSED_REPLAY):
-        for bad in ("1", [1.0]):
+        for bad in ("1", [1.0], torch.ones(V), torch.ones(0), numpy.ones(V), torch.tensor(1j)):
             yield op, f"scale {bad!r}", replaced(scale=bad), TypeError, "scale:"
     for op, *_ in slot_ops():
-        for bad in ("0", 0.5):
+        for bad in ("0", 0.5, torch.tensor([1, 2]), torch.tensor(0.5)):
             yield op, f"null_slot {bad!r}", replaced(null_slot=bad), TypeError, "null_slot:"
+        for bad in (2**70, -(2**63) - 1):
+            text = f"null_slot: expected an int of 64 bits, got {bad}"
+            yield op, f"null_slot {bad}", replaced(null_slot=bad), ValueError, text
     for bad in ("relu", "", None, 1, "SILU"):
         yield (
             "rms_norm_gated",
@@ -299,11 +312,41 @@ def scalar_cases():
         yield op, "norm_eps text", replaced(norm_eps="1e-6"), TypeError, "norm_eps:"
         yield op, "channels", replaced(num_key_heads=1), ValueError, "mixed_qkv:"
         yield op, "head_k_dim", replaced(head_k_dim=K + 1), ValueError, "mixed_qkv:"
+        for bad in (0, -1):
+            text = f"head_k_dim: expected at least 1, got {bad}"
+            yield op, f"head_k_dim {bad}", replaced(head_k_dim=bad), ValueError, text
+        for name in ("head_k_dim", "num_key_heads"):
+            yield op, f"{name} 2**70", replaced(**{name: 2**70}), ValueError, f"{name}: expected an int of 64 bits"
+            yield op, f"{name} 2**62", replaced(**{name: 2**62}), ValueError, "mixed_qkv:"
+        yield op, "V 0", replaced(**no_value_dim(op)), ValueError, "output_gate: expected a last dimension of at least"
         yield op, "head_k_dim text", replaced(head_k_dim="6"), TypeError, "head_k_dim:"
     yield "rms_norm_gated", "eps", replaced(eps=-1e-6), ValueError, "eps:"
     yield "rms_norm_gated", "eps nan", replaced(eps=math.nan), ValueError, "eps:"
     for bad in ("1e-6", None):
         yield "rms_norm_gated", f"eps {bad!r}", replaced(eps=bad), TypeError, "eps:"
+
+
+def no_value_dim(op):
+    T, P = 5, small_call(op)["state"].shape[0]
+    empty = {
+        "mixed_qkv": torch.zeros(T, 2 * H * K),
+        "output_gate": torch.zeros(T, HV, 0),
+        "norm_weight": torch.zeros(0),
+    }
+    empty |= {"state": torch.zeros(P, HV, 0, K), "out": torch.zeros(T, HV, 0)}
+    return empty if op == FUSED else {**empty, "records": ReplayRecords(P, S, H, HV, K, 0, torch.float32)}
+
+
+FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
+         "state_v_first")  # fmt: skip
+
+
+def flag_cases():
+    for op in gdn_core.OPS:
+        for name in FLAGS:
+            if name in inspect.signature(getattr(gdn_core, op)).parameters:
+                for bad in ("no", "", [], [1], {}, torch.tensor([True, False]), numpy.zeros(2)):
+                    yield op, f"{name} {bad!r}", replaced(**{name: bad}), TypeError, f"{name}: expected a bool"
 
 
 def out_cases():
@@ -343,6 +386,20 @@ def conv_cases():
     yield fn, "fewer slots than rows", replaced(**few), ValueError, "conv_states:"
     final = {"final_states_out": torch.zeros(2, C, 4), "return_final_states": True}
     yield fn, "final_states_out of another width", replaced(**final), ValueError, "final_states_out:"
+    wanted = {"return_final_states": True}
+    for bad in ([0, 3, 8], 1, "text", ints(0, 3, 8).float()):
+        yield fn, f"query_start_loc {bad!r}", replaced(**wanted, query_start_loc=bad), TypeError, "query_start_loc:"
+    for bad in (ints(), ints(0, 8)[None]):
+        yield fn, f"query_start_loc {bad!r}", replaced(**wanted, query_start_loc=bad), ValueError, "query_start_loc:"
+    for rank in (0, 1, 3, 4):
+        yield fn, f"{rank} dimensions", replaced(**wanted, x=torch.zeros([2] * rank)), ValueError, "x: expected [C, T]"
+    dense = {**wanted, "query_start_loc": None, "x": torch.zeros(C, 8)}
+    yield fn, "two dimensions", replaced(**dense), ValueError, "x: expected [B, C, T]"
+    yield fn, "no width", replaced(**wanted, weight=torch.zeros(C, 0)), ValueError, "weight:"
+    for bad in (None, 1, [[1.0]]):
+        yield fn, f"x {bad!r}", replaced(**wanted, x=bad), TypeError, "x: expected"
+        yield fn, f"x {bad!r} without out", replaced(**wanted, x=bad, out=None), TypeError, "x: expected"
+        yield fn, f"weight {bad!r}", replaced(**wanted, weight=bad), TypeError, "weight: expected"
     update = "causal_conv1d_update"
     few = {"conv_state": torch.zeros(1, C, 6), "conv_state_indices": None}
     yield update, "fewer slots than rows", replaced(**few), ValueError, "conv_state:"
@@ -352,8 +409,29 @@ def conv_cases():
     yield update, "a row longer than the state holds", replaced(**long_row), ValueError, "x:"
 
 
+def host_offsets_cases():
+    name = "cu_seqlens_cpu"
+    for bad in ([0, 3, 8], 3, "text", ints(0, 3, 8).float(), ints(0, 1).bool()):
+        yield CHUNK, f"{bad!r}", replaced(cu_seqlens_cpu=bad), TypeError, f"{name}: expected"
+        yield CHUNK, f"{bad!r} for the states", replaced(cu_seqlens_cpu=bad, output_chunk_states=True), TypeError, name
+    for bad in (ints(0, 4, 8), ints(0, 8), ints(), torch.tensor([0, 3, 9]), ints(0, 3, 8)[None]):
+        yield CHUNK, f"{bad!r}", replaced(cu_seqlens_cpu=bad), ValueError, f"{name}: expected"
+    alone = {"cu_seqlens": None, "cu_seqlens_cpu": ints(0, 8), "state_indices": None, "initial_state": None}
+    yield CHUNK, "alone", replaced(**alone, has_initial_state=None), ValueError, f"{name}: expected None"
+
+
 def meaning_cases():
-    for make in (offsets_cases, slots_cases, spec_cases, qkv_cases, scalar_cases, out_cases, conv_cases):
+    makers = (
+        offsets_cases,
+        host_offsets_cases,
+        slots_cases,
+        spec_cases,
+        qkv_cases,
+        scalar_cases,
+        flag_cases,
+        out_cases,
+    )
+    for make in (*makers, conv_cases):
         yield from make()
 
 
@@ -392,6 +470,37 @@ def test_decode_rows_and_slots_by_count():
     arguments |= {"cu_seqlens": None, "initial_state_indices": ints(0, 1)}
     for backend in (None, "reference"):
         raises(backend, DECODE, arguments, ValueError, "initial_state_indices: expected [3], got int32 [2]")
+
+
+@pytest.mark.parametrize(("backend", "op"), params((op, "") for op in gdn_core.OPS))
+def test_tensors_without_values(backend, op):
+    """All on the meta device: no backend runs that, and the message says which argument."""
+    arguments = {}
+    for name, value in small_call(op).items():
+        if isinstance(value, ReplayRecords):
+            value = ReplayRecords.from_tensors(*(part.to("meta") for part in vars(value).values()))
+        arguments[name] = value.to("meta") if isinstance(value, torch.Tensor) else value
+    with (
+        gdn_core.use_backend(backend),
+        pytest.raises(NotImplementedError, match=r"^\w+: expected .*values, got .* meta"),
+    ):
+        call(op, arguments)
+
+
+@pytest.mark.parametrize(("backend", "op"), params((op, "") for op in gdn_core.OPS))
+def test_numbers_of_other_libraries(backend, op):
+    """A number of numpy, or a tensor of one element, is as good as Python's; whatever has a truth is a flag."""
+    values = {"scale": 0.25, "softplus_beta": 2.0, "softplus_threshold": 5.0, "eps": 1e-3, "norm_eps": 1e-3}
+    values |= {"null_slot": 2, "head_k_dim": K, "num_key_heads": H, "use_qk_l2norm_in_kernel": True}
+    names = inspect.signature(getattr(gdn_core, op)).parameters
+    values = {name: value for name, value in values.items() if name in names}
+    expected = small_call(op) | values
+    with gdn_core.use_backend(backend):
+        results = call(op, expected)
+        for convert in (torch.tensor, lambda x: torch.tensor([x]), lambda x: numpy.asarray(x)[()]):
+            actual = call(op, small_call(op) | {name: convert(value) for name, value in values.items()})
+            for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (actual, results)), strict=True):
+                assert (x is None and y is None) or torch.equal(x, y)
 
 
 # --- float64 ----------------------------------------------------------------------------------------------------------

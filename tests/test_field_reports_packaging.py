@@ -173,7 +173,8 @@ def test_no_CUDA_library_is_loaded_or_needed():
     if not torch.cuda.is_available() and torch.version.cuda is None:
         assert not mapped
         assert not available
-        assert reason and "gdn-core[cuda]" in install
+        # What helps: the package where it is missing, else a driver, which pip cannot bring.
+        assert ("gdn-core[cuda]" in install) if "not installed" in reason else (install is None and "libcuda" in reason)
 
 
 @pytest.mark.report("E08")

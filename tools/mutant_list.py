@@ -30,6 +30,7 @@ NORM = "reference/norm.py"
 FUSED = "reference/fused.py"
 
 ERRORS = "test_errors.py"
+OUTPUTS = "test_outputs.py"
 
 MUTANTS = (
     # --- gates --------------------------------------------------------------------------------------------------------
@@ -54,21 +55,21 @@ MUTANTS = (
     Mutant(
         "softplus_beta ignored",
         GATING,
-        "F.softplus(x, softplus_beta, softplus_threshold)",
-        "F.softplus(x, 1.0, softplus_threshold)",
+        "F.softplus(x, float(softplus_beta), float(softplus_threshold))",
+        "F.softplus(x, 1.0, float(softplus_threshold))",
         "test_gating_softplus",
     ),
     Mutant(
         "softplus_threshold ignored",
         GATING,
-        "F.softplus(x, softplus_beta, softplus_threshold)",
+        "F.softplus(x, float(softplus_beta), float(softplus_threshold))",
         "F.softplus(x, softplus_beta)",
         "test_gating_softplus",
     ),
     Mutant(
         "softplus_threshold compared with the unscaled input",
         GATING,
-        "F.softplus(x, softplus_beta, softplus_threshold)",
+        "F.softplus(x, float(softplus_beta), float(softplus_threshold))",
         "torch.where(x > softplus_threshold, x, F.softplus(x, softplus_beta, 1e9))",
         "test_gating_softplus",
     ),
@@ -629,9 +630,25 @@ MUTANTS = (
     Mutant(
         "reset forgets every slot",
         "records.py",
-        "self.live.index_fill_(0, slots.to(torch.int64), 0)",
+        "self.live.masked_fill_(is_reset[:num_slots], 0)",
         "self.live.zero_()",
         "test_records",
+    ),
+    Mutant(
+        "reset of padding forgets the last slot",
+        "records.py",
+        "torch.where((slots >= 0) & (slots < num_slots), slots, num_slots)",
+        "slots % num_slots",
+        "test_reset_of_slots",
+        OUTPUTS,
+    ),
+    Mutant(
+        "reset of a slot beyond the pool let through",
+        "records.py",
+        "if last >= num_slots:",
+        "if last > num_slots:",
+        "test_reset_of_what_is_no_slot",
+        OUTPUTS,
     ),
     Mutant(
         "records keep u in the activation dtype",
@@ -919,22 +936,22 @@ MUTANTS = (
     Mutant(
         "a native backend detaches silently",
         "_dispatch.py",
-        "needed = _grad_enabled() and _any_requires_grad(tensors)",
+        "needed = _grad_enabled() and (_any_requires_grad(tensors) or _any_tangent(tensors))",
         "needed = False",
         "test_gradient_of_any_input",
     ),
     Mutant(
         "a pool update detaches silently",
         "_dispatch.py",
-        "    if writes is not None:\n        raise RuntimeError(",
-        "    if writes is not None:\n        return False\n        raise RuntimeError(",
+        "    if writes is not None:\n        why",
+        "    if writes is not None:\n        return False\n        why",
         "test_gradient",
     ),
     Mutant(
         "a use_backend block does not end",
         "_dispatch.py",
-        "            _forced_here.reset(self._token)\n",
-        "",
+        "            _forced_here.reset(self._tokens.pop())\n",
+        "            self._tokens.pop()\n",
         "test_forced_backend",
     ),
     Mutant(
@@ -970,8 +987,8 @@ MUTANTS = (
     Mutant(
         "state forgotten among what needs a gradient",
         "ops.py",
-        "(q, k, v, g, beta, initial_state), flat",
-        "(q, k, v, g, beta), flat",
+        "(q, k, v, g, beta, initial_state, o), flat",
+        "(q, k, v, g, beta, o), flat",
         "test_gradient",
     ),
     Mutant(
@@ -1081,6 +1098,78 @@ MUTANTS = (
         "if size == 0 and stride != expected:",
         "test_a_wrong_value and packed",
         ERRORS,
+    ),
+    Mutant(
+        "outputs whose elements share memory let through",
+        "_validate.py",
+        "        separate_elements(argument.name, value)\n",
+        "",
+        "test_elements_that_share_memory",
+        OUTPUTS,
+    ),
+    Mutant(
+        "windows that slide over each other let through",
+        "_validate.py",
+        "span += stride * (size - 1)",
+        "span = 1",
+        "test_elements_that_share_memory",
+        OUTPUTS,
+    ),
+    Mutant(
+        "tensors made under inference mode let through",
+        "_validate.py",
+        "if value.is_inference() and not torch.is_inference_mode_enabled():",
+        "if False:",
+        "test_tensors_made_under_inference_mode",
+        OUTPUTS,
+    ),
+    Mutant(
+        "an int beyond 64 bits let through",
+        "_validate.py",
+        "-(2**63) <= operator.index(converted) < 2**63",
+        "True",
+        "test_a_wrong_value and null_slot",
+        ERRORS,
+    ),
+    Mutant(
+        "a tensor of several numbers taken for one",
+        "_validate.py",
+        'value.numel() != 1 or value.device.type == "meta" or wrong',
+        "wrong",
+        "test_a_wrong_value and state_v_first",
+        ERRORS,
+    ),
+    Mutant(
+        "an empty last dimension let through",
+        "_validate.py",
+        "if value.shape[-1] < 1:",
+        "if value.shape[-1] < 0:",
+        "test_a_wrong_value and 0",
+        ERRORS,
+    ),
+    Mutant(
+        "host offsets of another call let through",
+        "ops.py",
+        "if cu_seqlens.tolist() != host.tolist():",
+        "if False:",
+        "test_a_wrong_value and chunk",
+        ERRORS,
+    ),
+    Mutant(
+        "out forgotten among what needs a gradient",
+        "ops.py",
+        "initial_states, conv_states, y, final_states)",
+        "initial_states, conv_states)",
+        "test_an_output_that_requires_a_gradient",
+        OUTPUTS,
+    ),
+    Mutant(
+        "sizes of chunks on the default device",
+        CHUNK,
+        ', device="cpu")',
+        ")",
+        "test_a_default_device",
+        OUTPUTS,
     ),
     Mutant(
         "a wrong num_key_heads ignored",

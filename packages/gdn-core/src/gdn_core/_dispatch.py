@@ -89,7 +89,7 @@ class use_backend:
     def __init__(self, name: str | None) -> None:
         self.name = _environment_choice() if name is None else name
         if name is not None:
-            _require(name, f"backend: expected one of {{known}}, got {name!r}")
+            _require(name, "backend")
         self._tokens: list[Token[str | None]] = [_forced_here.set(self.name)]
         self._is_plain_call = True  # until __enter__ shows that it is not
 
@@ -115,18 +115,18 @@ def _environment_choice() -> str:
     """Return the backend that GDN_BACKEND names, or the empty string."""
     name = _registry.settings().backend or _AUTOMATIC
     if name != _AUTOMATIC:
-        _require(name, f"GDN_BACKEND: expected one of {{known}}, got {name!r}")
+        _require(name, "GDN_BACKEND")
     return name
 
 
-def _require(name: str, unknown: str) -> None:
-    """Check that a backend exists, or raise the text ``unknown``, and that it can run here."""
+def _require(name: str, origin: str) -> None:
+    """Check that a backend exists and can run here; ``origin`` says where its name came from."""
     if name not in _registry.names():
-        raise ValueError(unknown.format(known=", ".join(_registry.names())))
+        raise ValueError(f"{origin}: expected one of {', '.join(_registry.names())}, got {name!r}")
     info = _registry.info(name)
     if not info.available:
         remedy = f"; {info.install}" if info.install else ""
-        raise RuntimeError(f"backend {name!r} cannot run here: {info.reason}{remedy}")
+        raise RuntimeError(f"{origin}: backend {name!r} cannot run here: {info.reason}{remedy}")
 
 
 def _choice() -> str:
@@ -425,6 +425,6 @@ def _try_dry(name: str, op: str, flat: Sequence[Any], device: torch.device) -> s
 def _invalid(op: str, flat: Sequence[Any]) -> str | None:
     try:
         _validate.check(op, flat)
-    except (TypeError, ValueError, IndexError, NotImplementedError) as error:
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -20,6 +20,16 @@ GROUP = "gdn_core.backends"
 REFERENCE = "reference"
 DECODE_KERNELS = ("cuda", "triton")
 
+# Every environment variable that gdn reads: what to set it to, and what that does.
+ENVIRONMENT = {
+    "GDN_BACKEND": ("NAME", "force a backend: cpu, cuda, reference"),
+    "GDN_CPU_ISA": ("LEVEL", "cap gdn-cpu's instruction-set level (`gdn info` lists them)"),
+    "GDN_DECODE_KERNEL": ("NAME", "what runs the fused decode on CUDA: cuda or triton (no effect yet)"),
+    "GDN_DEBUG": ("1", "check more, at the price of speed"),
+    "GDN_SKIP_VERSION_CHECK": ("1", "accept a backend of another version"),
+    "GDN_REQUIRE": ("NAME,...", "in gdn's own tests: fail where one of these backends is missing"),
+}
+
 # Our own backends: distribution, extra of gdn-core, and the machines that its wheels exist for.
 _OWN = {"cpu": ("gdn-cpu", "cpu"), "cuda": ("gdn-cuda", "cuda")}
 _WHEEL_MACHINES = ("x86_64", "aarch64")
@@ -50,7 +60,10 @@ class Provider(Protocol):
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """One backend as :func:`gdn_core.backends` lists it."""
+    """One backend as :func:`gdn_core.backends` lists it.
+
+    ``install`` is there only where pip can help: the backend is missing, of another version, or does not import.
+    """
 
     name: str
     version: str | None
@@ -67,20 +80,20 @@ class Settings:
 
     backend: str | None
     decode_kernel: str
-    skip_version_check: bool
 
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
-    """Read ``GDN_BACKEND``, ``GDN_DECODE_KERNEL`` and ``GDN_SKIP_VERSION_CHECK``."""
-    decode_kernel = os.environ.get("GDN_DECODE_KERNEL", DECODE_KERNELS[0])
+    """Read ``GDN_BACKEND`` and ``GDN_DECODE_KERNEL``; empty is unset."""
+    decode_kernel = os.environ.get("GDN_DECODE_KERNEL") or DECODE_KERNELS[0]
     if decode_kernel not in DECODE_KERNELS:
         raise ValueError(f"GDN_DECODE_KERNEL: expected one of {', '.join(DECODE_KERNELS)}, got {decode_kernel!r}")
-    return Settings(
-        backend=os.environ.get("GDN_BACKEND") or None,
-        decode_kernel=decode_kernel,
-        skip_version_check=os.environ.get("GDN_SKIP_VERSION_CHECK") == "1",
-    )
+    return Settings(backend=os.environ.get("GDN_BACKEND") or None, decode_kernel=decode_kernel)
+
+
+def _skips_version_check() -> bool:
+    # Not among the settings: backends are listed even where those are wrong.
+    return os.environ.get("GDN_SKIP_VERSION_CHECK") == "1"
 
 
 @lru_cache(maxsize=1)
@@ -99,6 +112,11 @@ def install_command(name: str) -> str | None:
     return f'pip install "gdn-core[{_OWN[name][1]}]=={core_version()}"'
 
 
+def _reinstall_command(name: str) -> str | None:
+    """Return the pip command that puts one of our own backends in place again, and leaves torch alone."""
+    return f'pip install --force-reinstall --no-deps "{_OWN[name][0]}=={core_version()}"' if name in _OWN else None
+
+
 @dataclass
 class _Backend:
     info: BackendInfo
@@ -109,8 +127,8 @@ _lock = threading.Lock()
 _backends: dict[str, _Backend] | None = None
 
 
-def _unavailable(name: str, version: str | None, reason: str) -> _Backend:
-    return _Backend(BackendInfo(name, version, False, reason=reason, install=install_command(name)), None)
+def _unavailable(name: str, version: str | None, reason: str, install: str | None = None) -> _Backend:
+    return _Backend(BackendInfo(name, version, False, reason=reason, install=install), None)
 
 
 def _missing(name: str) -> _Backend:
@@ -118,23 +136,27 @@ def _missing(name: str) -> _Backend:
     if platform.system() != "Linux" or platform.machine() not in _WHEEL_MACHINES:
         where = f"{platform.system()} {platform.machine()}"
         reason = f"{distribution} has wheels for Linux on {' and '.join(_WHEEL_MACHINES)}, this is {where}"
-        return _Backend(BackendInfo(name, None, False, reason=reason), None)
-    return _unavailable(name, None, f"{distribution} is not installed")
+        return _unavailable(name, None, reason)
+    return _unavailable(name, None, f"{distribution} is not installed", install_command(name))
 
 
 def _load(entry: importlib.metadata.EntryPoint) -> _Backend:
     name, dist = entry.name, entry.dist
     version = dist.version if dist is not None else None
-    if name in _OWN and version != core_version() and not settings().skip_version_check:
+    if name in _OWN and version != core_version() and not _skips_version_check():
         reason = f"{_OWN[name][0]} {version} does not match gdn-core {core_version()}"
-        return _unavailable(name, version, reason)
+        return _unavailable(name, version, reason, install_command(name))
+    # A broken backend is listed with its own words, whatever they are.
     try:
         provider = cast(Provider, entry.load())
+    except Exception as error:
+        return _unavailable(name, version, f"{type(error).__name__}: {error}", _reinstall_command(name))
+    try:
         reason_or_none = provider.availability()
         if reason_or_none is not None:
             return _unavailable(name, version, reason_or_none)
         info = BackendInfo(name, version, True, level=provider.level(), details=provider.details())
-    except Exception as error:  # a broken backend is listed with its own words, whatever they are
+    except Exception as error:
         return _unavailable(name, version, f"{type(error).__name__}: {error}")
     return _Backend(info, provider)
 
@@ -184,7 +206,7 @@ def backends() -> list[BackendInfo]:
     Returns:
         One :class:`BackendInfo` per backend: ``name``, ``version`` (None: not installed), ``available``, ``level`` (the
         instruction-set level or compute capability), ``reason`` (why it is unavailable), ``install`` (the pip command
-        that helps) and ``details``.
+        that helps, where one does) and ``details``.
 
     Example:
         >>> import gdn_core

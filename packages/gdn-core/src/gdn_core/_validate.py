@@ -7,6 +7,7 @@ backends make the same checks in C++, with the same errors.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -37,6 +38,7 @@ def check(op: str, flat: Sequence[Any]) -> None:
     """Raise what is wrong with a call of ``op``, if anything is."""
     _check_kinds(op, flat)
     _CHECKS[op](*flat)
+    _check_written(op, flat)
 
 
 # --- kinds ------------------------------------------------------------------------------------------------------------
@@ -49,14 +51,27 @@ _PUBLIC_NAMES = {
     "records_live": "records.live",
     "final_states": "final_states_out",
 }
-# What a scalar must offer: numbers of numpy and torch, and symbolic ones, are as good as Python's.
-_SCALARS = {"float": ("a number", "__float__"), "int": ("an int", "__index__"), "bool": ("a bool", "__bool__")}
+
+
+class _Scalar(NamedTuple):
+    expected: str
+    method: str  # what the value must offer: numbers of numpy and torch, and symbolic ones, are as good as Python's
+    convert: Callable[[Any], object]
+
+
+_SCALARS = {
+    "float": _Scalar("a number", "__float__", float),
+    "int": _Scalar("an int", "__index__", operator.index),
+    "bool": _Scalar("a bool", "__bool__", bool),
+}
+_SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 class _Argument(NamedTuple):
     name: str
     kind: str
     is_optional: bool
+    is_written: bool
 
 
 @cache
@@ -71,7 +86,8 @@ def _arguments(op: str) -> tuple[_Argument, ...]:
         if name == "state" and "initial_state" in names:
             name = "initial_state"
         optional = kind.removeprefix("Optional[").removesuffix("]")
-        arguments.append(_Argument(name, optional, optional != kind))
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        arguments.append(_Argument(name, optional, optional != kind, is_written))
     return tuple(arguments)
 
 
@@ -82,12 +98,32 @@ def _check_kinds(op: str, flat: Sequence[Any]) -> None:
         if value is None and argument.is_optional:
             continue
         if argument.kind in _SCALARS:
-            expected, method = _SCALARS[argument.kind]
-            if not hasattr(value, method):
-                raise TypeError(f"{argument.name}: expected {expected}, got {describe(value)}")
+            _scalar(argument.name, argument.kind, value)
         elif argument.kind == "Tensor":
             first = first or (argument.name, value)
             _dense_tensor(argument.name, value, first)
+    if first is not None and type(first[1]) is Tensor and first[1].device.type == "meta":
+        raise NotImplementedError(f"{first[0]}: expected a tensor with values, got {describe(first[1])} on device meta")
+
+
+def _scalar(name: str, kind: str, value: object) -> None:
+    expected, method, convert = _SCALARS[kind]
+    if isinstance(value, _SYMBOLIC):
+        return
+    if isinstance(value, Tensor):
+        wrong = value.is_complex() or (kind == "int" and value.is_floating_point())
+        if value.numel() != 1 or value.device.type == "meta" or wrong:
+            raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
+        if not has_data(value):
+            return
+    try:
+        converted = convert(value) if hasattr(value, method) else None
+    except (TypeError, ValueError, OverflowError):  # an array of several, for one
+        converted = None
+    if converted is None:
+        raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
+    if kind == "int" and not -(2**63) <= operator.index(converted) < 2**63:  # type: ignore[arg-type]
+        raise ValueError(f"{name}: expected an int of 64 bits, got {converted}")
 
 
 def _dense_tensor(name: str, value: object, first: tuple[str, Tensor]) -> None:
@@ -97,6 +133,19 @@ def _dense_tensor(name: str, value: object, first: tuple[str, Tensor]) -> None:
         raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}")
     if value.device != first[1].device:
         raise ValueError(f"{name}: expected device {first[1].device} (of {first[0]}), got {value.device}")
+
+
+def _check_written(op: str, flat: Sequence[Any]) -> None:
+    """Check what torch would complain about only when it writes: too late, with half of the outputs written."""
+    for argument, value in zip(_arguments(op), flat, strict=True):
+        if not argument.is_written or value is None or not has_data(value):
+            continue
+        separate_elements(argument.name, value)
+        if value.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"{argument.name}: expected a tensor that may be updated outside torch.inference_mode(), got one made "
+                f"inside, {describe(value)}"
+            )
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -153,14 +202,14 @@ def packed_slots(name: str, pool: Tensor) -> None:
         raise ValueError(f"{name}: expected slots that do not overlap, got a slot stride of {pool.stride(0)}")
 
 
-def separate_elements(name: str, pool: Tensor) -> None:
+def separate_elements(name: str, value: Tensor) -> None:
     """Check that no two elements share memory, whatever the order of the dimensions."""
     span = 1
-    for stride, size in sorted(zip(pool.stride(), pool.shape, strict=True)):
-        if size > 1 and pool.numel() > 0:
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and value.numel() > 0:
             if stride < span:
-                raise ValueError(f"{name}: expected slots that do not overlap, got strides {list(pool.stride())}")
-            span = stride * (size - 1) + span
+                raise ValueError(f"{name}: expected elements that do not overlap, got strides {list(value.stride())}")
+            span += stride * (size - 1)
 
 
 def writable(name: str, value: Tensor, shape: Sequence[int | str]) -> None:
@@ -170,7 +219,7 @@ def writable(name: str, value: Tensor, shape: Sequence[int | str]) -> None:
         raise ValueError(f"{name}: expected a unit stride in the last dimension, got strides {list(value.stride())}")
 
 
-def _has_data(value: Tensor) -> bool:
+def has_data(value: Tensor) -> bool:
     return type(value) in (Tensor, torch.nn.Parameter) and value.device.type != "meta"
 
 
@@ -181,7 +230,7 @@ def offsets(name: str, value: Tensor | None, total: int, longest: int | None = N
     tensor(name, value, ["N+1"], _INTEGERS)
     if value.numel() < 1:
         raise ValueError(f"{name}: expected at least one offset, got {describe(value)}")
-    if not _has_data(value):
+    if not has_data(value):
         return
     ends = value.tolist()
     lengths = [end - start for start, end in pairwise(ends)]
@@ -198,7 +247,7 @@ def _short(values: list[int]) -> str:
 def slots(name: str, value: Tensor, shape: Sequence[int | str], pool_size: int, null_slot: int | None) -> None:
     """Check slot indices: negative and null ones are padding, the others must lie in the pool."""
     tensor(name, value, shape, _INTEGERS)
-    if not _has_data(value):
+    if not has_data(value):
         return
     live = value.reshape(-1)
     if null_slot is not None:
@@ -223,7 +272,7 @@ def accepted(value: Tensor | None, rows: int, columns: int) -> None:
     if value is None:
         return
     tensor("num_accepted_tokens", value, [rows], _INTEGERS)
-    if not _has_data(value) or value.numel() == 0:
+    if not has_data(value) or value.numel() == 0:
         return
     if int(value.min()) < 0 or int(value.max()) > columns:
         raise ValueError(f"num_accepted_tokens: expected values in [0, {columns}], got {_short(value.tolist())}")
@@ -235,7 +284,7 @@ def _debug() -> bool:
 
 def _log_decay(g: Tensor | None) -> None:
     """Under GDN_DEBUG=1, catch a linear decay passed where its logarithm is wanted."""
-    if g is not None and _debug() and _has_data(g) and g.numel() > 0 and bool((g > 0).any()):
+    if g is not None and _debug() and has_data(g) and g.numel() > 0 and bool((g > 0).any()):
         raise ValueError(f"g: expected log decays <= 0, got {float(g.max())}")
 
 
@@ -244,6 +293,11 @@ def _grouped(name: str, num_value_heads: int, num_key_heads: int) -> None:
         raise ValueError(
             f"{name}: expected a multiple of the {num_key_heads} key heads as value heads, got {num_value_heads}"
         )
+
+
+def not_empty(name: str, value: Tensor) -> None:
+    if value.shape[-1] < 1:
+        raise ValueError(f"{name}: expected a last dimension of at least 1, got {describe(value)}")
 
 
 def _state_shape(first: int | str, hv: int, k: int, v: int, state_v_first: bool) -> list[int | str]:
@@ -264,6 +318,8 @@ def _qkv(q: Tensor, k: Tensor, v: Tensor, batch: int | str) -> tuple[int, int, i
     same_dtype("v", v, "q", q)
     b, t, h, key_dim = q.shape
     _grouped("v", v.shape[2], h)
+    not_empty("q", q)
+    not_empty("v", v)
     return b, t, h, key_dim, v.shape[2], v.shape[3]
 
 
@@ -426,7 +482,7 @@ def _records(
 def _replay_accepted(
     slot_indices: Tensor, num_accepted_tokens: Tensor | None, live: Tensor, null_slot: int | None
 ) -> None:
-    if num_accepted_tokens is None or not _has_data(slot_indices):
+    if num_accepted_tokens is None or not has_data(slot_indices):
         return
     for slot, count in zip(slot_indices.tolist(), num_accepted_tokens.tolist(), strict=True):
         if slot < 0 or slot == null_slot:
@@ -468,7 +524,6 @@ def _conv_pool(name: str, pool: Tensor, channels: int, width: int) -> None:
     tensor(name, pool, ["P", channels, "state_len"])
     if pool.shape[2] < width - 1:
         raise ValueError(f"{name}: expected a state_len of at least {width - 1}, got {describe(pool)}")
-    separate_elements(name, pool)
 
 
 def _check_causal_conv1d_fn(
@@ -520,7 +575,7 @@ def _check_causal_conv1d_update(
         tensor("x", x, ["T", "C"])
         offsets("query_start_loc", query_start_loc, x.shape[0])
         rows, longest = query_start_loc.numel() - 1, 0
-        if _has_data(query_start_loc) and rows > 0:
+        if has_data(query_start_loc) and rows > 0:
             longest = int((query_start_loc[1:] - query_start_loc[:-1]).max())
     else:
         tensor("x", x, ["B", "C", "q"] if isinstance(x, Tensor) and x.dim() == 3 else ["B", "C"])
@@ -570,12 +625,15 @@ def _check_fused_decode(
     tensor("output_gate", output_gate, [t, "HV", "V"])
     assert output_gate is not None
     hv, value_dim = output_gate.shape[1:]
+    if head_k_dim < 1:
+        raise ValueError(f"head_k_dim: expected at least 1, got {head_k_dim}")
     h = (channels - hv * value_dim) // (2 * head_k_dim) if num_key_heads is None else num_key_heads
     if channels != 2 * h * head_k_dim + hv * value_dim:
         raise ValueError(
             f"mixed_qkv: expected [{t}, 2 * {h} * {head_k_dim} + {hv} * {value_dim}], got {describe(mixed_qkv)}"
         )
     _grouped("output_gate", hv, h)
+    not_empty("output_gate", output_gate)
     _head_vectors(hv, A_log, dt_bias)
     tensor("a", a, [t, hv])
     tensor("b", b, [t, hv])
@@ -621,7 +679,15 @@ def _check_fused_gdn_decode_post_conv_mtp_replay(
 
 
 _CHECKS: dict[str, Callable[..., None]] = {
-    name.removeprefix("_check_"): function
-    for name, function in list(globals().items())
-    if name.startswith(("_check_fused_gdn", "_check_fused_rec", "_check_fused_sig", "_check_c", "_check_rms"))
+    "fused_gdn_gating": _check_fused_gdn_gating,
+    "chunk_gated_delta_rule": _check_chunk_gated_delta_rule,
+    "fused_recurrent_gated_delta_rule": _check_fused_recurrent_gated_delta_rule,
+    "fused_sigmoid_gating_delta_rule_update": _check_fused_sigmoid_gating_delta_rule_update,
+    "fused_sigmoid_gating_delta_rule_update_spec": _check_fused_sigmoid_gating_delta_rule_update_spec,
+    "fused_sigmoid_gating_delta_rule_update_replay": _check_fused_sigmoid_gating_delta_rule_update_replay,
+    "causal_conv1d_fn": _check_causal_conv1d_fn,
+    "causal_conv1d_update": _check_causal_conv1d_update,
+    "rms_norm_gated": _check_rms_norm_gated,
+    "fused_gdn_decode_post_conv_mtp": _check_fused_gdn_decode_post_conv_mtp,
+    "fused_gdn_decode_post_conv_mtp_replay": _check_fused_gdn_decode_post_conv_mtp_replay,
 }

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from . import reference
 from ._dispatch import Explanation, intercept, run, wants_gradient
-from ._validate import CHUNK, describe, offsets, tensor
+from ._validate import CHUNK, describe, has_data, offsets, tensor
 from .records import ReplayRecords
 
 _empty_like = torch.empty_like
@@ -114,11 +114,11 @@ def fused_gdn_gating(
     return g, beta
 
 
-def _rows(q: Tensor, cu_seqlens: Tensor | None) -> int:
-    if cu_seqlens is None:
-        return q.shape[0]
-    tensor("cu_seqlens", cu_seqlens, ["N+1"], (torch.int32, torch.int64))
-    return max(cu_seqlens.numel() - 1, 0)
+def _rows(batch: Tensor, name: str, bounds: Tensor | None) -> int:
+    if bounds is None:
+        return batch.shape[0]
+    tensor(name, bounds, ["N+1"], (torch.int32, torch.int64))
+    return max(bounds.numel() - 1, 0)
 
 
 def _final_state(
@@ -131,13 +131,28 @@ def _final_state(
     if initial_state is not None and not isinstance(initial_state, Tensor):
         raise TypeError(f"initial_state: expected a torch.Tensor, got {describe(initial_state)}")
     dtype = _wide(q) if initial_state is None else initial_state.dtype
-    return torch.empty((_rows(q, cu_seqlens), *inner), dtype=dtype, device=v.device)
+    return torch.empty((_rows(q, "cu_seqlens", cu_seqlens), *inner), dtype=dtype, device=v.device)
 
 
 def _four_dimensions(**tensors: object) -> None:
     """Check what the output shapes are computed from."""
     for name, value in tensors.items():
         tensor(name, value, ["B", "T", "heads", "dim"])
+
+
+def _same_bounds(cu_seqlens: Tensor | None, host: Tensor | None) -> None:
+    """Check ``cu_seqlens_cpu``; its values only where ``cu_seqlens`` can be read without waiting."""
+    if host is None:
+        return
+    tensor("cu_seqlens_cpu", host, ["N+1"], (torch.int32, torch.int64))
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens_cpu: expected None without cu_seqlens, got {describe(host)}")
+    if host.shape != cu_seqlens.shape:
+        raise ValueError(f"cu_seqlens_cpu: expected {list(cu_seqlens.shape)}, got {describe(host)}")
+    if torch.compiler.is_compiling() or not all(x.is_cpu and has_data(x) for x in (cu_seqlens, host)):
+        return
+    if cu_seqlens.tolist() != host.tolist():
+        raise ValueError("cu_seqlens_cpu: expected the values of cu_seqlens, got others")
 
 
 def _chunk_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, host: Tensor | None, state_v_first: bool) -> Tensor:
@@ -217,6 +232,7 @@ def chunk_gated_delta_rule(
     """
     _unsupported(cp_context=cp_context)
     _four_dimensions(q=q, v=v)
+    _same_bounds(cu_seqlens, cu_seqlens_cpu)
     pool = initial_state if state_indices is not None else None
     start = initial_state if state_indices is None else None
     final_state = _final_state(output_final_state and pool is None, q, v, start, cu_seqlens, state_v_first)
@@ -227,7 +243,7 @@ def chunk_gated_delta_rule(
         state_v_first, cu_seqlens, state_indices, has_initial_state, null_slot, o, final_state, chunk_states,
     )  # fmt: skip
     writes = "initial_state" if state_indices is not None else "out" if out is not None else None
-    if wants_gradient("chunk_gated_delta_rule", (q, k, v, g, beta, initial_state), flat, writes=writes):
+    if wants_gradient("chunk_gated_delta_rule", (q, k, v, g, beta, initial_state, o), flat, writes=writes):
         return reference.chunk_gated_delta_rule(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
@@ -299,7 +315,7 @@ def fused_recurrent_gated_delta_rule(
         null_slot, o, final_state,
     )  # fmt: skip
     writes = "initial_state" if state_indices is not None else "out" if out is not None else None
-    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias, o)
     if wants_gradient("fused_recurrent_gated_delta_rule", inputs, flat, writes=writes):
         return reference.fused_recurrent_gated_delta_rule(
             q, k, v, g, None, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
@@ -369,7 +385,7 @@ def fused_sigmoid_gating_delta_rule_update(
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
     if _grad_enabled():
-        inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source)
+        inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source, o)
         wants_gradient("fused_sigmoid_gating_delta_rule_update", inputs, flat, writes="initial_state_source")
     run("fused_sigmoid_gating_delta_rule_update", o, flat)
     return o
@@ -432,7 +448,7 @@ def fused_sigmoid_gating_delta_rule_update_spec(
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
     if _grad_enabled():
-        inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source)
+        inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source, o)
         wants_gradient("fused_sigmoid_gating_delta_rule_update_spec", inputs, flat, writes="initial_state_source")
     run("fused_sigmoid_gating_delta_rule_update_spec", o, flat)
     return o
@@ -494,12 +510,13 @@ def fused_sigmoid_gating_delta_rule_update_replay(
         3
     """
     o = _like("v", v) if out is None else out
+    parts = _record_tensors(records)
     flat = (
-        A_log, dt_bias, q, k, v, a, b, state, slot_indices, *_record_tensors(records), num_accepted_tokens, cu_seqlens,
+        A_log, dt_bias, q, k, v, a, b, state, slot_indices, *parts, num_accepted_tokens, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
     if _grad_enabled():
-        inputs = (A_log, dt_bias, q, k, v, a, b, state)
+        inputs = (A_log, dt_bias, q, k, v, a, b, state, *parts, o)
         wants_gradient("fused_sigmoid_gating_delta_rule_update_replay", inputs, flat, writes="state")
     run("fused_sigmoid_gating_delta_rule_update_replay", o, flat)
     return o
@@ -553,10 +570,10 @@ def causal_conv1d_fn(
     y = _like("x", x) if out is None else out
     final_states = final_states_out
     if return_final_states and final_states is None:
+        tensor("x", x, ["B", "C", "T"] if query_start_loc is None else ["C", "T"])
         tensor("weight", weight, ["C", "W"])
-        packed = query_start_loc is not None
-        rows = query_start_loc.numel() - 1 if query_start_loc is not None else x.shape[0]
-        shape = (rows, x.shape[0 if packed else 1], weight.shape[1] - 1)
+        width = max(weight.shape[1], 1)
+        shape = (_rows(x, "query_start_loc", query_start_loc), x.shape[-2], width - 1)
         final_states = torch.empty(shape, dtype=x.dtype, device=x.device)
     flat = (
         x, weight, bias, seq_idx, initial_states, activation, conv_states, query_start_loc, cache_indices,
@@ -564,7 +581,8 @@ def causal_conv1d_fn(
     )  # fmt: skip
     targets = {"conv_states": conv_states, "final_states_out": final_states_out, "out": out}
     writes = next((name for name, target in targets.items() if target is not None), None)
-    if wants_gradient("causal_conv1d_fn", (x, weight, bias, initial_states, conv_states), flat, writes=writes):
+    inputs = (x, weight, bias, initial_states, conv_states, y, final_states)
+    if wants_gradient("causal_conv1d_fn", inputs, flat, writes=writes):
         return reference.causal_conv1d_fn(
             x, weight, bias, seq_idx, initial_states, return_final_states, None, activation,
             query_start_loc=query_start_loc, has_initial_state=has_initial_state, null_slot=null_slot,
@@ -621,7 +639,7 @@ def causal_conv1d_update(
         query_start_loc, null_slot, y,
     )  # fmt: skip
     if _grad_enabled():
-        inputs = (x, conv_state, weight, bias)
+        inputs = (x, conv_state, weight, bias, y)
         wants_gradient("causal_conv1d_update", inputs, flat, writes="conv_state")
     run("causal_conv1d_update", y, flat)
     return y
@@ -658,7 +676,7 @@ def rms_norm_gated(
     """
     y = _like("x", x) if out is None else out
     flat = (x, gate, weight, eps, activation, y)
-    if wants_gradient("rms_norm_gated", (x, gate, weight), flat, writes=None if out is None else "out"):
+    if wants_gradient("rms_norm_gated", (x, gate, weight, y), flat, writes=None if out is None else "out"):
         return reference.rms_norm_gated(x, gate, weight, eps, activation=activation)
     run("rms_norm_gated", y, flat)
     return y
@@ -726,7 +744,7 @@ def fused_gdn_decode_post_conv_mtp(
         norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first, null_slot, y,
     )  # fmt: skip
     if _grad_enabled():
-        inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight)
+        inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, y)
         wants_gradient("fused_gdn_decode_post_conv_mtp", inputs, flat, writes="state")
     run("fused_gdn_decode_post_conv_mtp", y, flat)
     return y
@@ -778,13 +796,14 @@ def fused_gdn_decode_post_conv_mtp_replay(
         torch.Size([2, 4, 16])
     """
     y = _fused_output(output_gate, mixed_qkv) if out is None else out
+    parts = _record_tensors(records)
     flat = (
-        mixed_qkv, a, b, A_log, dt_bias, slot_indices, *_record_tensors(records), cu_seqlens, num_accepted_tokens,
+        mixed_qkv, a, b, A_log, dt_bias, slot_indices, *parts, cu_seqlens, num_accepted_tokens,
         state, output_gate, norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim,
         state_v_first, null_slot, y,
     )  # fmt: skip
     if _grad_enabled():
-        inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight)
+        inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, *parts, y)
         wants_gradient("fused_gdn_decode_post_conv_mtp_replay", inputs, flat, writes="state")
     run("fused_gdn_decode_post_conv_mtp_replay", y, flat)
     return y

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._validate import has_data, tensor
+
 
 class ReplayRecords:
     """Hold what each token of the last step did to the state of its slot.
@@ -67,12 +69,25 @@ class ReplayRecords:
     def reset(self, slots: Tensor | None = None) -> None:
         """Forget the records of `slots` (every slot when None), as whoever reuses a slot must do.
 
-        Only `live` is zeroed: a record beyond it is never read.
+        Only `live` is zeroed: a record beyond it is never read. Slots are int32 or int64; negative ones are padding.
+
+        Raises:
+            IndexError: a slot is `P` or more (on a GPU it is padding, as anywhere).
         """
         if slots is None:
             self.live.zero_()
-        else:
-            self.live.index_fill_(0, slots.to(torch.int64), 0)
+            return
+        tensor("slots", slots, [str(size) for size in getattr(slots, "shape", "N")], (torch.int32, torch.int64))
+        num_slots = self.live.shape[0]
+        if slots.is_cpu and slots.numel() > 0 and not torch.compiler.is_compiling() and has_data(slots):
+            last = int(slots.max())
+            if last >= num_slots:
+                raise IndexError(f"slots: expected slots below {num_slots}, got {last}")
+        slots = slots.to(self.live.device, torch.int64).reshape(-1)
+        # Padding goes to a spare element: to pick the others a GPU would have to be waited for.
+        is_reset = torch.zeros(num_slots + 1, dtype=torch.bool, device=self.live.device)
+        is_reset.index_fill_(0, torch.where((slots >= 0) & (slots < num_slots), slots, num_slots), True)
+        self.live.masked_fill_(is_reset[:num_slots], 0)
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,8 @@ namespace gdn::cpu {
 bool flag(handle value, Name name) {
   if (value.ptr() == Py_True) return true;
   if (value.ptr() == Py_False) return false;
-  const int truth = PyObject_IsTrue(value.ptr());
+  // What has a length only, as a str or a list, is true or false too, but not a flag.
+  const int truth = PyObject_HasAttrString(value.ptr(), "__bool__") == 1 ? PyObject_IsTrue(value.ptr()) : -1;
   if (truth < 0) {
     PyErr_Clear();
     raise_type(cat({name, ": expected a bool, got ", nb::type_name(value.type()).c_str()}));
@@ -50,12 +51,15 @@ std::optional<double> optional_number(handle value, Name name) {
 namespace {
 
 std::int64_t as_integer(handle value, Name name, Name expected) {
-  PyObject* index = PyNumber_Index(value.ptr());
-  const long long result = index != nullptr ? PyLong_AsLongLong(index) : -1;
-  Py_XDECREF(index);
-  if (PyErr_Occurred() != nullptr) {
+  const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+  if (!index.is_valid()) {
     PyErr_Clear();
     raise_type(cat({name, ": expected ", expected, ", got ", nb::type_name(value.type()).c_str()}));
+  }
+  const long long result = PyLong_AsLongLong(index.ptr());
+  if (result == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    raise_value(cat({name, ": expected an int of 64 bits, got ", nb::repr(index).c_str()}));
   }
   return result;
 }
@@ -150,6 +154,29 @@ void check_unit_stride(const TensorView& view, Name name) {
   }
 }
 
+void check_not_empty(const TensorView& view, Name name) {
+  if (view.size(-1) < 1) {
+    raise_value(cat({name, ": expected a last dimension of at least 1, got ", describe(view)}));
+  }
+}
+
+void check_separate_elements(const TensorView& view, Name name) {
+  if (view.numel() == 0) return;
+  SmallVector<int> dims;  // by stride
+  for (int dim = view.ndim() - 1; dim >= 0; --dim) {
+    if (view.size(dim) > 1) dims.push_back(dim);
+  }
+  std::sort(dims.begin(), dims.end(), [&](int a, int b) { return view.stride(a) < view.stride(b); });
+  std::int64_t span = 1;
+  for (const int dim : dims) {
+    if (view.stride(dim) < span) {
+      raise_value(cat(
+          {name, ": expected elements that do not overlap, got strides ", list_text(view.dl.strides, view.ndim())}));
+    }
+    span += view.stride(dim) * (view.size(dim) - 1);
+  }
+}
+
 HeadVector head_vector(const TensorView& view, Name name, std::int64_t size) {
   const DType dtype = check_floating(view, name, {size});
   return {view.data(), dtype, view.stride(0)};
@@ -175,6 +202,7 @@ Operand values_operand(const TensorView& view, Name name, Shape shape) {
 MutableOperand output_operand(const TensorView& view, Name name, Shape shape) {
   const DType dtype = check_floating(view, name, shape);
   check_unit_stride(view, name);
+  check_separate_elements(view, name);
   return {view.data(), dtype, batch_stride(view, 4), view.stride(-3), view.stride(-2)};
 }
 

@@ -48,6 +48,8 @@ void check_same_dtype(const TensorView& view, Name name, const TensorView& other
 // The last dimension gets a unit stride: in place where it has one, else through a copy that `view` then owns.
 void make_unit_stride(TensorView& view);
 void check_unit_stride(const TensorView& view, Name name);
+// The last dimension must have elements.
+void check_not_empty(const TensorView& view, Name name);
 
 // [HV] values of any stride.
 HeadVector head_vector(const TensorView& view, Name name, std::int64_t size);
@@ -56,6 +58,8 @@ HeadVector head_vector(const TensorView& view, Name name, std::int64_t size);
 Operand heads_operand(TensorView& view);
 // [B, T, heads]: one value a head, any strides.
 Operand values_operand(const TensorView& view, Name name, Shape shape);
+// No two elements may share memory.
+void check_separate_elements(const TensorView& view, Name name);
 // An output [B, T, heads, dim] or [T, heads, dim].
 MutableOperand output_operand(const TensorView& view, Name name, Shape shape);
 

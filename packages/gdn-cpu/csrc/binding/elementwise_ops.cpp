@@ -155,6 +155,7 @@ void rms_norm_gated(TensorView& x, TensorView& gate, TensorView& weight, handle 
   params.eps = static_cast<float>(non_negative(eps, "eps"));
   params.out_rows.dtype = check_like(out, "out", x);
   check_unit_stride(out, "out");
+  check_separate_elements(out, "out");
   if (!dry_run) {
     make_unit_stride(x);
     make_unit_stride(gate);

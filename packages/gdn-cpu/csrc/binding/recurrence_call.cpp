@@ -19,6 +19,8 @@ Sizes check_qkv(const TensorView& q, const TensorView& k, const TensorView& v, D
   check_same_dtype(k, "k", q, "q");
   check_same_dtype(v, "v", q, "q");
   check_heads(s, "v");
+  check_not_empty(q, "q");
+  check_not_empty(v, "v");
   return s;
 }
 
@@ -27,7 +29,7 @@ void check_heads(const Sizes& s, Name name) {
     raise_value(cat({name, ": expected a multiple of the ", std::to_string(s.key_heads),
                      " key heads as value heads, got ", std::to_string(s.value_heads)}));
   }
-  if (s.key_dim < 1 || s.value_dim < 1 || s.key_dim > kMaxHeadDim || s.value_dim > kMaxHeadDim) {
+  if (s.key_dim > kMaxHeadDim || s.value_dim > kMaxHeadDim) {
     decline("K and V: from 1 to " + std::to_string(kMaxHeadDim));
   }
 }
@@ -40,7 +42,7 @@ void set_sizes(RecurrenceParams& params, const Sizes& s) {
 }
 
 void set_scale(RecurrenceParams& params, handle scale) {
-  const double fallback = params.key_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(params.key_dim)) : 1.0;
+  const double fallback = 1.0 / std::sqrt(static_cast<double>(params.key_dim));
   params.scale = static_cast<float>(optional_number(scale, "scale").value_or(fallback));
 }
 

@@ -2,6 +2,7 @@
 //
 // Decode steps that verify draft tokens, from q, k and v or straight from the convolution's output.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "ops.h"
@@ -57,6 +58,12 @@ std::int64_t check_records(const RecordTensors& records, const TensorView& activ
   check_exact(records.decay, "records.decay", kFp32, {pool_size, columns, s.value_heads});
   check_exact(records.live, "records.live", kInt32, {pool_size});
   if (columns > kMaxRecords) decline(cat({"records: more than ", std::to_string(kMaxRecords), " a slot"}));
+  for (const auto& [view, name] : {std::pair{&records.k, "records.k"},
+                                   {&records.u, "records.u"},
+                                   {&records.decay, "records.decay"},
+                                   {&records.live, "records.live"}}) {
+    check_separate_elements(*view, name);
+  }
   replay.k = record_operand(records.k, "records.k", *floating_dtype(records.k));
   replay.u = record_operand(records.u, "records.u", DType::kFloat32);
   replay.decay = record_operand(records.decay, "records.decay", DType::kFloat32);
@@ -118,17 +125,20 @@ Sizes check_channels(const FusedArguments& args) {
   check_floating(args.output_gate, "output_gate", {tokens, "HV", "V"});
   const std::int64_t value_heads = args.output_gate.size(1), value_dim = args.output_gate.size(2);
   const std::int64_t key_dim = integer(args.head_k_dim, "head_k_dim");
-  if (key_dim < 1) decline("head_k_dim: below 1");
+  if (key_dim < 1) raise_value("head_k_dim: expected at least 1, got " + std::to_string(key_dim));
   const std::int64_t key_channels = std::max<std::int64_t>(0, channels - value_heads * value_dim);
   const std::int64_t key_heads =
       optional_integer(args.num_key_heads, "num_key_heads").value_or(key_channels / (2 * key_dim));
-  if (channels != 2 * key_heads * key_dim + value_heads * value_dim) {
+  // More heads or wider ones than there are channels: the product need not fit 64 bits.
+  const bool too_many = key_heads < 0 || key_heads > channels || key_dim > channels;
+  if (too_many || channels != 2 * key_heads * key_dim + value_heads * value_dim) {
     raise_value(cat({"mixed_qkv: expected [", std::to_string(tokens), ", 2 * ", std::to_string(key_heads), " * ",
                      std::to_string(key_dim), " + ", std::to_string(value_heads), " * ", std::to_string(value_dim),
                      "], got ", describe(args.mixed_qkv)}));
   }
   const Sizes s{1, tokens, key_heads, key_dim, value_heads, value_dim};
   check_heads(s, "output_gate");
+  check_not_empty(args.output_gate, "output_gate");
   return s;
 }
 

@@ -92,10 +92,14 @@ std::int64_t tile_columns(const RecurrenceParams& params, std::int64_t num_heads
 
 namespace {
 
-// Rows in blocks that are worth a thread's while.
+// Rows in blocks that are worth a thread's while. Gating costs 0.9 ns a value and the norm 0.65 ns an element on one
+// thread: below kFewestElements that is about 100 us at most, which stays on one thread, since waking the others gains
+// little and, where they share their cores with something else, loses more than it gains.
 template <typename Kernel>
 void run_rows(std::int64_t rows, std::int64_t row_elements, int num_threads, const Kernel& kernel) {
-  constexpr std::int64_t kElementsPerItem = 8192;
+  constexpr std::int64_t kFewestElements = 131072;
+  constexpr std::int64_t kElementsPerItem = 16384;
+  if (rows * row_elements < kFewestElements) num_threads = 1;
   const std::int64_t block = std::max<std::int64_t>(1, kElementsPerItem / std::max<std::int64_t>(1, row_elements));
   for_each((rows + block - 1) / block, num_threads, Schedule::kStatic,
            [&](std::int64_t item) { kernel(item * block, std::min(rows, (item + 1) * block)); });

@@ -11,21 +11,14 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from .. import _dispatch, _registry
+
 _COMMANDS = {
     "info": "what is installed, and what would run each operation here",
     "verify": "check every operation of every backend against float64 on this machine",
     "bench": "time operations against the machine's own limits and against other libraries",
     "demo": "generate text with a Qwen3.5-architecture model, without gdn and with it",
 }
-
-_EPILOG = """\
-environment:
-  GDN_BACKEND=NAME           force a backend: cpu, cuda, reference
-  GDN_CPU_ISA=LEVEL          cap gdn-cpu's instruction-set level (`gdn info` lists them)
-  GDN_DECODE_KERNEL=NAME     cuda or triton
-  GDN_DEBUG=1                check more, at the price of speed
-  GDN_SKIP_VERSION_CHECK=1   accept a backend of another version
-"""
 
 
 class CommandError(Exception):
@@ -36,7 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
+        # `gdn info` shows what it can all the same.
+        if args.command != "info" and (error_of_environment := environment_error()):
+            raise CommandError(error_of_environment)
         status: int = args.run(args)
         return status
     except CommandError as error:
@@ -47,14 +46,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def environment_error() -> str | None:
+    """Return what is wrong with the environment, so that no call would run, or None."""
+    try:
+        _dispatch._environment_choice()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gdn",
         description="Gated DeltaNet kernels: look at them, check them, time them, see them in a model.",
-        epilog=_EPILOG,
+        epilog=_environment_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"gdn {_registry.core_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in _COMMANDS.items():
         try:
             module = importlib.import_module(f"{__name__}.{name}")
@@ -71,3 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
+
+
+def _environment_help() -> str:
+    settings = {f"{name}={value}": meaning for name, (value, meaning) in _registry.ENVIRONMENT.items()}
+    width = max(map(len, settings))
+    return "\n".join(["environment:", *(f"  {setting:{width}}   {text}" for setting, text in settings.items())])

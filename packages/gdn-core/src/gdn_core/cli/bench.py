@@ -3,7 +3,8 @@
 
 Each contender is first checked against the float64 reference; a wrong one is not timed. Then they take turns, each on
 states of its own. The last column is the work done per second as a share of what this machine reaches on plain memory
-updates or fp32 matrix products, measured in the same run. Activations are bfloat16, states float32.
+updates or fp32 matrix products, measured in the same run. Activations are bfloat16, states float32. A row marked ~ is
+not to be trusted: something else was using the cores.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ HOST_COST_BUDGET_US = 3.5
 # Peers round beta to bfloat16; a wrong result is off by far more.
 _PEER_TOLERANCE = 2e-2
 
+_UNSTEADY = "~ unsteady: the cores are shared with something else; run again on an idle machine"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -50,9 +53,22 @@ class Row:
     unit: str
     limit: float
 
+    @property
+    def share(self) -> float:
+        """The rate as a share of the limit, to a percent."""
+        return 0.0 if self.rate is None else round(self.rate / self.limit, 2)
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether the machine was not this process's own: beyond its limit, or the rounds far apart."""
+        if self.timing is None:
+            return False
+        return self.share > 1 or self.timing.high - self.timing.low > 2 * self.timing.median
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", nargs="*", metavar="OP", help=f"{', '.join(OPS)} (default: all)")
+    which = f"{', '.join(OPS)}, separated by spaces or commas (default: all)"
+    parser.add_argument("op", nargs="*", metavar="OP", help=which)
     parser.add_argument("--vs", default="", metavar="PEERS", help=f"other libraries to time: {','.join(NAMES)}")
     parser.add_argument("--backend", action="append", metavar="NAME", help="only this backend; may be given again")
     parser.add_argument("--threads", default="1,all", metavar="N,...", help="default: %(default)s")
@@ -68,14 +84,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     output.check_json_path(args.json)
-    for op in args.op:
+    ops = output.words(args.op) or OPS
+    for op in ops:
         if op not in OPS:
             raise CommandError(f"{op}: there are {', '.join(OPS)}")
     names = [name for name in args.vs.split(",") if name]
     for name in names:
         if name not in NAMES:
             raise CommandError(f"--vs {name}: there are {', '.join(NAMES)}")
-    ops, sizes = args.op or OPS, _sizes(args.shape)
+    sizes = _sizes(args.shape)
     backends = _backends(args.backend)
     peers = Peers(names)
     keep_freed_memory()
@@ -88,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
             machine[threads] = limits(threads)
         console.print(_table(new, threads))
         rows += new
+    if any(row.unsteady for row in rows):
+        console.print(_UNSTEADY, style="yellow")
     host_cost = _host_cost_us(args.rounds) if "decode" in ops else None
     for threads, limit in machine.items():
         console.print(
@@ -105,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.json:
         report = {"system": _system(), "limits": {threads: asdict(limit) for threads, limit in machine.items()}}
-        output.write_json(args.json, report | {"host_cost_us": host_cost, "rows": [asdict(row) for row in rows]})
+        as_json = [asdict(row) | {"unsteady": row.unsteady} for row in rows]
+        output.write_json(args.json, report | {"host_cost_us": host_cost, "rows": as_json})
     return 1 if any(row.contender not in NAMES for row in wrong) else 0
 
 
@@ -233,10 +253,10 @@ def _table(rows: Sequence[Row], threads: int) -> Table:
         table.add_row(
             name,
             row.contender,
-            _us(row.timing.median),
+            "~ " * row.unsteady + _us(row.timing.median),
             spread,
             f"{row.rate:.3g} {row.unit}",
-            f"{row.rate / row.limit:.0%}",
+            f"{row.share:.0%}",
             f"{row.timing.median / fastest_of_ours[key]:.2f}" if key in fastest_of_ours else "",
             f"{row.error:.0e}",
         )

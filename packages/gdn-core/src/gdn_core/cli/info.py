@@ -17,7 +17,8 @@ from rich.console import Console
 
 import gdn_core
 
-from . import output
+from .. import _registry
+from . import CommandError, environment_error, output
 from .verify_cases import all_cases
 
 _PACKAGES = ("gdn-core", "gdn-cpu", "gdn-cuda", "torch", "triton", "transformers", "rich")
@@ -34,11 +35,15 @@ def run(args: argparse.Namespace) -> int:
         output.write_json("-", facts)
     else:
         _show(facts, output.console())
+    if facts["environment_error"]:
+        raise CommandError(facts["environment_error"])
     return 0
 
 
 def gather() -> dict[str, Any]:
     """Collect everything that the command shows."""
+    environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith("GDN_")}
+    error = environment_error()
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
@@ -48,8 +53,10 @@ def gather() -> dict[str, Any]:
         "devices": _devices(),
         "backends": [asdict(backend) for backend in gdn_core.backends()],
         "cpu_levels": _cpu_levels(),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("GDN_")},
-        "operations": [_operation(op, device) for op in gdn_core.OPS for device in _devices()],
+        "environment": environment,
+        "unknown_environment": [name for name in environment if name not in _registry.ENVIRONMENT],
+        "environment_error": error,
+        "operations": [] if error else [_operation(op, device) for op in gdn_core.OPS for device in _devices()],
     }
 
 
@@ -97,8 +104,7 @@ def _show(facts: dict[str, Any], console: Console) -> None:
     _show_backends(facts, console)
     _show_levels(facts, console)
     _show_operations(facts, console)
-    environment = ", ".join(f"{name}={value}" for name, value in facts["environment"].items())
-    console.print(f"Environment: {environment or 'no GDN_ variable is set'}", markup=False)
+    _show_environment(facts, console)
 
 
 def _show_backends(facts: dict[str, Any], console: Console) -> None:
@@ -108,7 +114,7 @@ def _show_backends(facts: dict[str, Any], console: Console) -> None:
             note = "\n".join(f"{name}: {value}" for name, value in backend["details"].items())
         else:
             note = f"[red]unavailable:[/] {backend['reason']}"
-            note += f"\nto install it: [bold]{_escaped(backend['install'])}[/]" if backend["install"] else ""
+            note += f"\nremedy: [bold]{_escaped(backend['install'])}[/]" if backend["install"] else ""
         table.add_row(backend["name"], backend["version"] or "-", backend["level"] or "-", note)
     console.print(table)
 
@@ -129,6 +135,8 @@ def _show_levels(facts: dict[str, Any], console: Console) -> None:
 
 
 def _show_operations(facts: dict[str, Any], console: Console) -> None:
+    if not facts["operations"]:
+        return
     title = "What runs a bfloat16 call of the sizes of Qwen3-Next"
     table = output.table(title, "operation", "device", "runs on", "why not another")
     available = {backend["name"] for backend in facts["backends"] if backend["available"]}
@@ -141,3 +149,14 @@ def _show_operations(facts: dict[str, Any], console: Console) -> None:
         ]
         table.add_row(row["op"], row["device"], row["backend"] or "[red]raises[/]", "; ".join(reasons))
     console.print(table)
+
+
+def _show_environment(facts: dict[str, Any], console: Console) -> None:
+    unknown = " (unknown: gdn reads no such variable)"
+    settings = [
+        f"{name}={value}" + unknown * (name in facts["unknown_environment"])
+        for name, value in facts["environment"].items()
+    ]
+    console.print(f"Environment: {', '.join(settings) or 'no GDN_ variable is set'}", markup=False)
+    if facts["environment_error"]:
+        console.print(f"  no operation can run: {facts['environment_error']}", style="red", markup=False)

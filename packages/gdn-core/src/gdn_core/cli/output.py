@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,20 @@ def console(*, stderr: bool = False) -> Console:
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     """Start a table: names in the first column, numbers, aligned to the right, in those that `right` lists.
 
-    Neither is ever cut or folded; the other columns are, where the terminal is narrow.
+    Where the terminal is narrow, text is folded: the names only where numbers need the space, and numbers never.
     """
     result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
-        result.add_column(
-            column, justify="right" if column in right else "left", no_wrap=column in right or column == columns[0]
-        )
+        if column in right or (column == columns[0] and not right):
+            result.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+        else:
+            result.add_column(column, overflow="fold")
     return result
+
+
+def words(arguments: Sequence[str]) -> list[str]:
+    """Split arguments at commas too: "a b,c" names three things."""
+    return [word for argument in arguments for word in argument.split(",") if word]
 
 
 def positive(text: str) -> int:

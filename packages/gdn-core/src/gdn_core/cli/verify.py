@@ -70,7 +70,10 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "op", nargs="*", metavar="OP", help="operations to check, by any part of their name (default: all)"
+        "op",
+        nargs="*",
+        metavar="OP",
+        help="operations to check, by any part of their name, separated by spaces or commas (default: all)",
     )
     parser.add_argument("--backend", action="append", metavar="NAME", help="only this backend; may be given again")
     parser.add_argument(
@@ -85,10 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     output.check_json_path(args.json)
-    cases = [case for case in all_cases() if not args.op or any(part in case.op for part in args.op)]
+    parts = output.words(args.op)
+    cases = [case for case in all_cases() if not parts or any(part in case.op for part in parts)]
     if not cases:
-        raise CommandError(f"no operation is called like {' or '.join(args.op)}; there are {', '.join(gdn_core.OPS)}")
+        raise CommandError(f"no operation is called like {' or '.join(parts)}; there are {', '.join(gdn_core.OPS)}")
     targets = _targets(args)
+    if not any(case.op in target.ops for case in cases for target in targets):
+        raise CommandError(f"{', '.join(args.backend)}: has no kernel for that; see gdn info")
     # Inputs, oracle and errors are small operations, where waking threads costs more than it saves.
     threads = torch.get_num_threads()
     with output.steps(len(cases)) as steps, torch_threads(1):
@@ -102,14 +108,26 @@ def run(args: argparse.Namespace) -> int:
         where = f"{result.case.op}, {result.case.label}, {_NAMES[result.dtype]}, {result.target.name}"
         console.print(f"FAILED: {where}: {result.message or _cell(result)}", style="red", markup=False)
     for backend in gdn_core.backends():
-        if not backend.available:
-            remedy = f" ({backend.install})" if backend.install else ""
-            console.print(f"Not checked: {backend.name}: {backend.reason}{remedy}", markup=False)
+        if reason := _why_not_checked(backend, targets):
+            console.print(f"Not checked: {reason}", markup=False)
     declined = sum(result.declined for result in results)
     console.print(f"{len(results) - len(failures)} of {len(results)} checks passed, {declined} of them declined.")
     if args.json:
         output.write_json(args.json, {"passed": not failures, "results": [_as_json(result) for result in results]})
     return 1 if failures else 0
+
+
+def _why_not_checked(backend: gdn_core.BackendInfo, targets: Sequence[Target]) -> str | None:
+    """Return why a backend was left out though nobody asked for that, or None."""
+    if not backend.available:
+        return f"{backend.name}: {backend.reason}" + (f"; {backend.install}" if backend.install else "")
+    provider = _registry.provider(backend.name)
+    if provider is None or any(target.backend == backend.name for target in targets):
+        return None
+    if not provider.ops:
+        return f"{backend.name} has no kernel here"
+    devices = ", ".join(provider.device_types)
+    return None if "cpu" in provider.device_types else f"{backend.name} runs {devices} tensors, and these are on cpu"
 
 
 def _targets(args: argparse.Namespace) -> list[Target]:

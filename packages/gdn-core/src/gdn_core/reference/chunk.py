@@ -145,7 +145,7 @@ def chunk_gated_delta_rule(
 
 def collect_chunk_states(pieces: Pieces, starts: list[Tensor], like: Tensor) -> Tensor:
     """Order the states before each chunk by sequence, then chunk; those of padding rows are 0."""
-    counts = torch.tensor([-(-length // CHUNK_SIZE) for length in pieces.all_lengths], dtype=torch.int64)
+    counts = torch.tensor([-(-length // CHUNK_SIZE) for length in pieces.all_lengths], dtype=torch.int64, device="cpu")
     first = (counts.cumsum(0) - counts).to(like.device)[pieces.live]
     chunk_states = like.new_zeros((int(counts.sum()), *like.shape[1:]))
     for number, (rows, start) in enumerate(zip(pieces.rows, starts, strict=True)):

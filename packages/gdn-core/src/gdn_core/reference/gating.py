@@ -19,7 +19,7 @@ def log_decay(
     """
     dtype = compute_dtype(a)
     x = a.double() if dt_bias is None else a.double() + dt_bias.double()
-    softplus = F.softplus(x, softplus_beta, softplus_threshold)
+    softplus = F.softplus(x, float(softplus_beta), float(softplus_threshold))
     g = -A_log.double().exp() * softplus
     # Where softplus is 0 in the result's dtype the decay is exactly 1, however large exp(A_log): inf * 0 must not show.
     return torch.where(softplus.to(dtype) == 0, -0.0, g).to(dtype)
