@@ -223,9 +223,11 @@ def _host_cost_us(rounds: int) -> float | None:
         return None
     arguments, _ = inputs.decode_arguments([1], 1, 1, 8, 8, dtype=torch.bfloat16, spare_slots=0)
     names = ("A_log", "dt_bias", "q", "k", "v", "a", "b", "initial_state_source", "initial_state_indices")
-    positional = tuple(arguments[name] for name in names)
-    function: Any = gdn_core.fused_sigmoid_gating_delta_rule_update
-    timed = Timed(lambda: function(*positional, use_qk_l2norm_in_kernel=True), nullcontext)
+    A_log, dt_bias, q, k, v, a, b, pool, slots = (arguments[name] for name in names)
+    decode = gdn_core.fused_sigmoid_gating_delta_rule_update
+    timed = Timed(
+        lambda: decode(A_log, dt_bias, q, k, v, a, b, pool, slots, use_qk_l2norm_in_kernel=True), nullcontext
+    )
     with torch_threads(1):
         return 1e6 * time_in_turn([timed], max(rounds, 50))[0].median
 
