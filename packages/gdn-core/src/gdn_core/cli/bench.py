@@ -225,9 +225,7 @@ def _host_cost_us(rounds: int) -> float | None:
     names = ("A_log", "dt_bias", "q", "k", "v", "a", "b", "initial_state_source", "initial_state_indices")
     A_log, dt_bias, q, k, v, a, b, pool, slots = (arguments[name] for name in names)
     decode = gdn_core.fused_sigmoid_gating_delta_rule_update
-    timed = Timed(
-        lambda: decode(A_log, dt_bias, q, k, v, a, b, pool, slots, use_qk_l2norm_in_kernel=True), nullcontext
-    )
+    timed = Timed(lambda: decode(A_log, dt_bias, q, k, v, a, b, pool, slots, use_qk_l2norm_in_kernel=True), nullcontext)
     with torch_threads(1):
         return 1e6 * time_in_turn([timed], max(rounds, 50))[0].median
 
