@@ -276,7 +276,7 @@ void chunk_gated_delta_rule(TensorView& q, TensorView& k, TensorView& v, TensorV
     params.chunk_offsets = chunk_offsets.data();
   }
   if (dry_run) return;
-  if (!chunk_states.is_none())
+  if (!chunk_states.is_none() && chunk_states.numel() > 0)
     std::memset(chunk_states.data(), 0, sizeof(float) * static_cast<std::size_t>(chunk_states.numel()));
   run_sequences(args, params, plan, s);
 }
