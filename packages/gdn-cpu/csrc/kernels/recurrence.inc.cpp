@@ -18,7 +18,8 @@
 //
 // A single token reads and writes the state once: bound by memory, and from the caches by arithmetic, four vector
 // operations a vector of state. Several tokens keep a tile of columns in the caches.
-// One core of Zen 4, K = V = 128, fp32 state, bf16 operands, us a head and token (the arithmetic alone: 1.12):
+// One core of Zen 4, K = V = 128, fp32 state, bf16 operands, us a head and token (the arithmetic alone: 1.12),
+// the best of many runs on a machine that others used too:
 //            [K, V] from L2 / L3 / memory     [V, K]                  64 tokens, [K, V] / [V, K]
 //   x86_v4   1.3 / 1.5 / 3.9 (17 GB/s)        1.6 / 1.8 / 4.5         1.3 / 1.5
 //   x86_v3   1.6 / 1.8 / 4.1 (16 GB/s)        1.6 / 1.8 / 4.1         1.3 / 1.4
