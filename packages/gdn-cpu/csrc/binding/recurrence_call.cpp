@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "dispatch/levels.h"
+#include "runtime/chunked.h"
 #include "runtime/parallel.h"
 
 namespace gdn::cpu {
@@ -127,7 +128,7 @@ void zero_uncovered(const RecurrenceParams& params, const RowPlan& plan, std::in
 
 }  // namespace
 
-void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_batch) {
+void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_batch, Method method) {
   Indices live;
   for (std::int64_t row = 0; row < params.num_sequences; ++row) {
     if (!plan.padding[static_cast<std::size_t>(row)]) live.push_back(row);
@@ -139,7 +140,9 @@ void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_ba
   const int threads = num_threads();
   nb::gil_scoped_release unlocked;
   zero_uncovered(params, plan, tokens_per_batch);
-  run_recurrence(kernels, params, live, threads);
+  if (method == Method::kTokenByToken) return run_recurrence(kernels, params, live, threads);
+  const bool is_bfloat16 = params.q.dtype == DType::kBFloat16 && kernels.chunk_of_bfloat16 != nullptr;
+  run_chunked(kernels, is_bfloat16 ? *kernels.chunk_of_bfloat16 : *kernels.chunk, params, live, threads);
 }
 
 }  // namespace gdn::cpu

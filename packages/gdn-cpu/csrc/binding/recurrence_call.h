@@ -52,7 +52,14 @@ struct RowPlan {
 
 std::int64_t row_begin(const RowPlan& plan, const RecurrenceParams& params, std::int64_t row);
 
+// How the tokens of a row are run.
+enum class Method {
+  kTokenByToken,
+  kChunked,
+};
+
 // Runs the rows that are no padding, and zeroes the outputs that none of them computes.
-void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_batch);
+void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_batch,
+             Method method = Method::kTokenByToken);
 
 }  // namespace gdn::cpu

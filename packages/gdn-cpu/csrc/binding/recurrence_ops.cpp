@@ -157,7 +157,7 @@ void borrow_initial_state(TensorView& view, RecurrenceParams& params) {
   params.source_slot_stride = view.stride(0);
 }
 
-void run_sequences(SequenceArguments& args, RecurrenceParams& params, RowPlan& plan, const Sizes& s) {
+void run_sequences(SequenceArguments& args, RecurrenceParams& params, RowPlan& plan, const Sizes& s, Method method) {
   set_qkv(params, args.q, args.k, args.v);
   borrow_initial_state(args.initial_state, params);
   // A sequence without tokens leaves a pool alone, also where it is fresh.
@@ -168,7 +168,7 @@ void run_sequences(SequenceArguments& args, RecurrenceParams& params, RowPlan& p
       if (begin == end) plan.padding[row] = true;
     }
   }
-  execute(params, plan, s.tokens);
+  execute(params, plan, s.tokens, method);
 }
 
 }  // namespace
@@ -224,7 +224,7 @@ void fused_recurrent_gated_delta_rule(TensorView& q, TensorView& k, TensorView& 
     raise_value("beta: expected the raw input b with use_beta_sigmoid_in_kernel, got None");
   }
   if (dry_run) return;
-  run_sequences(args, params, plan, s);
+  run_sequences(args, params, plan, s, Method::kTokenByToken);
 }
 
 void chunk_gated_delta_rule(TensorView& q, TensorView& k, TensorView& v, TensorView& g, TensorView& beta, handle scale,
@@ -278,7 +278,7 @@ void chunk_gated_delta_rule(TensorView& q, TensorView& k, TensorView& v, TensorV
   if (dry_run) return;
   if (!chunk_states.is_none() && chunk_states.numel() > 0)
     std::memset(chunk_states.data(), 0, sizeof(float) * static_cast<std::size_t>(chunk_states.numel()));
-  run_sequences(args, params, plan, s);
+  run_sequences(args, params, plan, s, Method::kChunked);
 }
 
 }  // namespace gdn::cpu

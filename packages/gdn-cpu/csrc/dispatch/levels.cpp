@@ -9,6 +9,12 @@
 namespace gdn::cpu {
 namespace {
 
+// The kernels of a level that has only the chunked rule of its own.
+[[maybe_unused]] KernelTable with_chunk(KernelTable below, const ChunkKernel& chunk) {
+  below.chunk_of_bfloat16 = &chunk;
+  return below;
+}
+
 #if defined(__x86_64__)
 
 std::vector<Level> list_levels() {
@@ -21,9 +27,12 @@ std::vector<Level> list_levels() {
 #endif
 #if defined(GDN_HAVE_X86_V4)
   all.push_back({"x86_v4", reason(cpu.x86_v4, "needs AVX-512 F, BW, DQ, VL and CD"), &x86_v4::kTable});
-  all.push_back({"x86_v4_bf16", reason(cpu.x86_v4_bf16, "needs AVX512-BF16 and VNNI"), &x86_v4::kTable});
+#if defined(GDN_HAVE_X86_V4_BF16)
+  static const KernelTable bf16 = with_chunk(x86_v4::kTable, x86_v4_bf16::kChunkOfBFloat16);
+  all.push_back({"x86_v4_bf16", reason(cpu.x86_v4_bf16, "needs AVX512-BF16 and VNNI"), &bf16});
+#endif
   const std::string amx = cpu.x86_amx ? amx_permission_error() : "needs AMX-TILE and AMX-BF16";
-  all.push_back({"x86_amx", amx, &x86_v4::kTable});
+  all.push_back({"x86_amx", amx, &bf16});
 #endif
   return all;
 }

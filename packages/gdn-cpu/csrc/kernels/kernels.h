@@ -9,6 +9,7 @@ namespace gdn::cpu::GDN_ISA {
 
 void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
                 std::int64_t v_end, RecurrenceScratch& scratch);
+extern const ChunkKernel kPortableChunk;
 void gating(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
 void rms_norm_gated(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
 

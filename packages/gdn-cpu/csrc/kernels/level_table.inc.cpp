@@ -9,6 +9,8 @@ const KernelTable kTable = {
     .recurrence = recurrence,
     .gating = gating,
     .rms_norm_gated = rms_norm_gated,
+    .chunk = &kPortableChunk,
+    .chunk_of_bfloat16 = nullptr,
 };
 
 }  // namespace gdn::cpu::GDN_ISA

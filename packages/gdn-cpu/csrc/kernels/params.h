@@ -172,6 +172,30 @@ struct alignas(kScratchAlignment) RecurrenceScratch {
   float record_u[kMaxRecords * kMaxHeadDim];
 };
 
+// A share of the chunked rule: chunks of kChunkTokens tokens of one sequence, for value heads of one key head and
+// columns of v.
+struct ChunkTask {
+  std::int64_t sequence = 0;
+  std::int64_t head_begin = 0, head_end = 0;
+  std::int64_t v_begin = 0, v_end = 0;          // multiples of 16 or V itself
+  std::int64_t token_begin = 0, token_end = 0;  // of the sequence; token_begin is a multiple of kChunkTokens
+  // Where the state is read from and left in place of the call's own source and destination: fp32, [heads, K, V] in the
+  // layout of the state. Null: the call's own.
+  const float* carried_in = nullptr;
+  float* carried_out = nullptr;
+};
+inline constexpr std::int64_t kChunkTokens = 64;
+
+// One way to run it. As with the recurrence, values do not depend on how the work is divided: not on the heads and
+// columns of a task, nor on where it begins and ends, as long as that is between chunks.
+struct ChunkKernel {
+  const char* engine;
+  bool multiplies_bf16;   // takes bf16 activations only
+  std::int64_t shortest;  // fewer tokens than this are faster token by token
+  std::int64_t (*workspace_bytes)(std::int64_t key_dim, std::int64_t columns, std::int64_t heads);
+  void (*run)(const RecurrenceParams& params, const ChunkTask& task, void* workspace);
+};
+
 // The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.
 // Values never depend on how: not on v_begin and v_end, not on the rows of a call.
 struct KernelTable {
@@ -180,6 +204,8 @@ struct KernelTable {
                      std::int64_t v_end, RecurrenceScratch& scratch);
   void (*gating)(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
   void (*rms_norm_gated)(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
+  const ChunkKernel* chunk;              // for activations of every dtype
+  const ChunkKernel* chunk_of_bfloat16;  // for those of bf16; null: the level has no instruction for them
 };
 
 // One getter per compiled level, each in its own namespace of the level's name.
@@ -191,5 +217,13 @@ GDN_DECLARE_LEVEL(baseline)
 GDN_DECLARE_LEVEL(x86_v3)
 GDN_DECLARE_LEVEL(x86_v4)
 #undef GDN_DECLARE_LEVEL
+
+// The levels that add instructions for the chunked rule, and run the other kernels of the level below.
+#define GDN_DECLARE_CHUNK_LEVEL(level)       \
+  namespace level {                          \
+  extern const ChunkKernel kChunkOfBFloat16; \
+  }
+GDN_DECLARE_CHUNK_LEVEL(x86_v4_bf16)
+#undef GDN_DECLARE_CHUNK_LEVEL
 
 }  // namespace gdn::cpu

@@ -36,7 +36,6 @@ namespace {
 // Of several tokens: a tile that stays in the first-level cache, or with 32 wide registers one strip of whole rows,
 // which leaves the second level at the speed of the arithmetic.
 constexpr std::int64_t kTileColumns = kLanes == 16 ? 128 : 32;
-constexpr std::int64_t kChunkTokens = 64;
 
 struct HeadTask {
   const RecurrenceParams& params;

@@ -125,8 +125,8 @@ GDN_INLINE void prefetch_row(const AnyOperand& x, const TokenRow& row, std::int6
 
 // Tokens [t, t_end) of the row: a head's rows lie a token's heads apart, which the processor's own prefetcher does not
 // follow.
-void prefetch_tokens(const RecurrenceParams& p, const TokenRow& row, std::int64_t head, std::int64_t t,
-                     std::int64_t t_end) {
+[[maybe_unused]] void prefetch_tokens(const RecurrenceParams& p, const TokenRow& row, std::int64_t head, std::int64_t t,
+                                      std::int64_t t_end) {
   const std::int64_t key_head = key_head_of(p, head);
   for (; t < t_end; ++t) {
     prefetch_row(p.q, row, t, key_head, p.key_dim);
@@ -137,8 +137,8 @@ void prefetch_tokens(const RecurrenceParams& p, const TokenRow& row, std::int64_
 }
 
 // Tokens [token, token + block.count) of the row.
-void load_token_block(const RecurrenceParams& p, const TokenRow& row, std::int64_t head, std::int64_t token,
-                      TokenBlock& block) {
+[[maybe_unused]] void load_token_block(const RecurrenceParams& p, const TokenRow& row, std::int64_t head,
+                                       std::int64_t token, TokenBlock& block) {
   const std::int64_t key_head = key_head_of(p, head);
   for (std::int64_t i = 0; i < block.count; ++i) {
     float* q = block.q + i * block.row_stride;

@@ -108,6 +108,7 @@ GDN_INLINE Mask either(Mask a, Mask b) { return {_mm256_or_ps(a.m, b.m)}; }
 GDN_INLINE Vec select(Mask m, Vec if_true, Vec if_false) { return {_mm256_blendv_ps(if_false.v, if_true.v, m.m)}; }
 GDN_INLINE unsigned lane_bits(Mask m) { return static_cast<unsigned>(_mm256_movemask_ps(m.m)); }
 
+GDN_INLINE Vec square_root(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
 GDN_INLINE float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 GDN_INLINE float reduce_add(Vec x) {

@@ -106,6 +106,7 @@ GDN_INLINE Mask either(Mask a, Mask b) { return {static_cast<__mmask16>(a.m | b.
 GDN_INLINE Vec select(Mask m, Vec if_true, Vec if_false) { return {_mm512_mask_blend_ps(m.m, if_false.v, if_true.v)}; }
 GDN_INLINE unsigned lane_bits(Mask m) { return m.m; }
 
+GDN_INLINE Vec square_root(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
 GDN_INLINE float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 GDN_INLINE float reduce_add(Vec x) {

@@ -79,6 +79,7 @@ GDN_INLINE unsigned lane_bits(Mask m) {
   return vaddvq_u32(vandq_u32(m.m, vld1q_u32(bit_of_lane)));
 }
 
+GDN_INLINE Vec square_root(Vec a) { return {vsqrtq_f32(a.v)}; }
 GDN_INLINE float square_root(float x) { return vgetq_lane_f32(vsqrtq_f32(vdupq_n_f32(x)), 0); }
 
 GDN_INLINE float reduce_add(Vec x) {

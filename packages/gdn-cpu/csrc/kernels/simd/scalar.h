@@ -74,6 +74,7 @@ GDN_INLINE unsigned lane_bits(Mask m) {
   return bits;
 }
 
+GDN_INLINE Vec square_root(Vec a) { GDN_LANEWISE(Vec, out.v[i] = __builtin_sqrtf(a.v[i])); }
 GDN_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 
 GDN_INLINE float reduce_add(Vec x) { return (x.v[0] + x.v[2]) + (x.v[1] + x.v[3]); }

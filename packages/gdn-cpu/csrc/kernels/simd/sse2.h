@@ -86,6 +86,7 @@ GDN_INLINE Vec select(Mask m, Vec if_true, Vec if_false) {
 }
 GDN_INLINE unsigned lane_bits(Mask m) { return static_cast<unsigned>(_mm_movemask_ps(m.m)); }
 
+GDN_INLINE Vec square_root(Vec a) { return {_mm_sqrt_ps(a.v)}; }
 GDN_INLINE float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 GDN_INLINE float reduce_add(Vec x) {

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The gated delta rule in chunks of 64 tokens. Per (sequence, value head) and chunk, with the state M [K, V] from
+// before it, G_i the sum of g over the chunk's tokens up to i, and the rows k_i, q_i, v_i:
+//   u_i = beta_i (v_i - exp(G_i) k_i M - sum_{j < i} exp(G_i - G_j) (k_i k_j) u_j)
+//   o_i = scale (exp(G_i) q_i M + sum_{j <= i} exp(G_i - G_j) (q_i k_j) u_j)
+//   M   = exp(G_last) M + sum_j k_j^T (exp(G_last - G_j) u_j)
+//
+// q, k: [tokens, K], v, o: [tokens, V], any strides; g, beta: one value per token and head. State: [K, V] or [V, K],
+// fp32, bf16 or fp16 in memory, fp32 in between. The engine multiplies k k^T, q k^T, k M, q M, the masked q k^T with u,
+// and k^T with u; everything else is fp32: G in two parts, the decays, the solve for u, the state. The inverse norms of
+// q and k are factors of products, so that an engine of bf16 multiplies q and k as they came.
+//
+// One call runs consecutive chunks of one sequence, for some value heads of one key head, which share k k^T and q k^T,
+// and some columns of v. No sum crosses columns: values do not depend on how these are divided. A chunk is cut where g
+// is -inf, and what is before the cut is not read after it.
+//
+// Bound by arithmetic: per head and chunk, K = V = 128, 4.0 million multiply-adds, of them 0.25 in the solve.
+#pragma once
+
+#include "state.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+GDN_INLINE TokenRow chunk_tokens(const RecurrenceParams& p, std::int64_t sequence) {
+  if (p.token_offsets == nullptr) return {sequence, 0, p.tokens_per_sequence};
+  return {0, p.token_offsets[sequence], p.token_offsets[sequence + 1] - p.token_offsets[sequence]};
+}
+
+template <class Engine>
+struct ChunkCall {
+  const RecurrenceParams& params;
+  const ChunkTask& task;
+  Workspace<Engine> work;
+  TokenRow row;
+  std::int64_t keys, columns;
+
+  std::int64_t head_size() const { return params.key_dim * params.value_dim; }
+
+  // --- states ---
+
+  template <class T>
+  void load_head(std::int64_t head, const T* state) const {
+    load_state(params, stored_state(params, state, task.v_begin), columns, work.states[head - task.head_begin]);
+  }
+
+  void load_head(std::int64_t head) const {
+    bool& has_state = work.has_state[head - task.head_begin];
+    has_state = true;
+    if (task.carried_in != nullptr) return load_head(head, task.carried_in + (head - task.head_begin) * head_size());
+    const std::int64_t slot = params.source != nullptr ? params.source_slots[task.sequence] : -1;
+    has_state = slot >= 0;
+    if (!has_state) return;
+    const std::int64_t index = slot * params.source_slot_stride + head * head_size();
+    with_dtype(params.state_dtype, params.source, [&](auto data) { load_head(head, data + index); });
+  }
+
+  template <class T>
+  void store_head(std::int64_t head, T* state) const {
+    const HeadState<Engine>& from = work.states[head - task.head_begin];
+    if (!work.has_state[head - task.head_begin]) clear_rows(from.values, keys * padded_columns(columns));
+    store_state(params, from, stored_state(params, state, task.v_begin), columns);
+  }
+
+  void store_head(std::int64_t head) const {
+    if (task.carried_out != nullptr) return store_head(head, task.carried_out + (head - task.head_begin) * head_size());
+    const std::int64_t slot = params.destination != nullptr ? params.destination_slots[task.sequence] : -1;
+    if (slot < 0) return;
+    const std::int64_t index = slot * params.destination_slot_stride + head * head_size();
+    with_dtype(params.state_dtype, params.destination, [&](auto data) { store_head(head, data + index); });
+  }
+
+  void save_chunk_state(std::int64_t head, std::int64_t first) const {
+    if (params.chunk_states == nullptr) return;
+    const std::int64_t chunk = params.chunk_offsets[task.sequence] + first / kTokens;
+    store_head(head, params.chunk_states + (chunk * params.num_value_heads + head) * head_size());
+  }
+
+  // --- one chunk of one head ---
+
+  // k^T of the segment's tokens: others would be multiplied by zero, which they may not survive.
+  const typename Engine::Element* k_steps(const Segment& segment, std::int64_t count) const {
+    if (segment.begin == 0 && segment.end == count) return work.key.k_steps;
+    const std::int64_t tokens = round_up(segment.end, kRowBlock);
+    auto* steps = work.chunk.k_steps;
+    std::memcpy(steps, work.key.k_steps, sizeof(*steps) * static_cast<std::size_t>(tokens * keys));
+    for (std::int64_t token = 0; token < tokens; ++token) {
+      if (token >= segment.begin && token < segment.end) continue;
+      for (std::int64_t key = 0; key < keys; ++key) {
+        steps[(token / Engine::kStep * keys + key) * Engine::kStep + token % Engine::kStep] = {};
+      }
+    }
+    return steps;
+  }
+
+  // u of the tokens before the segment counts as zero.
+  void clear_before(const Segment& segment) const {
+    if (segment.begin == 0) return;
+    const std::int64_t tokens = round_up(segment.begin, kRowBlock);
+    for_each_panel(columns, [&](std::int64_t first, auto n) {
+      const std::int64_t count = tokens * decltype(n)::value * kLanes;
+      clear_rows(work.chunk.u + kTokens * first, count);
+      clear_rows(work.chunk.u_packed + kTokens * first, count);
+      clear_rows(work.chunk.u_decayed + kTokens * first, count);
+    });
+  }
+
+  void run_segment(std::int64_t head, std::int64_t first, std::int64_t count, const Segment& segment) const {
+    const HeadState<Engine>& state = work.states[head - task.head_begin];
+    bool& has_state = work.has_state[head - task.head_begin];
+    if (segment.is_reset) has_state = false;
+    const float decay = sum_gates(segment, work.key, work.chunk);
+    mix_tokens(segment, work.key, work.chunk);
+    clear_before(segment);
+    const auto* k = k_steps(segment, count);
+    const std::int64_t token = row.first + first;
+    for_each_panel(columns, [&](std::int64_t column, auto n) {
+      constexpr int kVectors = decltype(n)::value;
+      const HeadState<Engine> panel = panel_of(state, keys, column);
+      const PanelTask<Engine> panel_task{
+          .params = params,
+          .key = work.key,
+          .chunk = work.chunk,
+          .segment = segment,
+          .keys = keys,
+          .v_index = element_index(params.v, row.batch, token, head) + task.v_begin + column,
+          .out_index = element_index(params.out, row.batch, token, head) + task.v_begin + column,
+          .columns = columns - column,
+          .state = has_state ? panel.packed : nullptr,
+          .u = work.chunk.u + kTokens * column,
+          .u_packed = work.chunk.u_packed + kTokens * column,
+          .u_decayed = work.chunk.u_decayed + kTokens * column};
+      run_rows<Engine, kVectors>(panel_task);
+      update_panel<Engine, kVectors>(keys, has_state, decay, k, panel_task.u_decayed,
+                                     round_up(segment.end, 4) / Engine::kStep, panel);
+    });
+    has_state = true;
+  }
+
+  void run_chunk(std::int64_t head, std::int64_t first, std::int64_t count) const {
+    load_chunk_gates(params, row, head, first, count, work.chunk);
+    for (std::int64_t begin = 0; begin < count;) {
+      const Segment segment = next_segment(work.chunk, begin, count);
+      run_segment(head, first, count, segment);
+      begin = segment.end;
+    }
+  }
+
+  void run() const {
+    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) load_head(head);
+    const std::int64_t key_head = key_head_of(params, task.head_begin);
+    for (std::int64_t first = task.token_begin; first < task.token_end; first += kTokens) {
+      const std::int64_t count = min_of(kTokens, task.token_end - first);
+      load_key_operands(params, row, key_head, first, count, work.key);
+      for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
+        save_chunk_state(head, first);
+        run_chunk(head, first, count);
+      }
+    }
+    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) store_head(head);
+  }
+};
+
+template <class Engine>
+std::int64_t chunk_workspace(std::int64_t key_dim, std::int64_t columns, std::int64_t heads) {
+  Workspace<Engine> work;
+  return arrange(work, nullptr, key_dim, columns, heads);
+}
+
+template <class Engine>
+void run_chunks(const RecurrenceParams& params, const ChunkTask& task, void* workspace) {
+  const std::int64_t columns = task.v_end - task.v_begin;
+  ChunkCall<Engine> call{.params = params,
+                         .task = task,
+                         .work = {},
+                         .row = chunk_tokens(params, task.sequence),
+                         .keys = padded_keys<Engine>(params.key_dim),
+                         .columns = columns};
+  arrange(call.work, workspace, params.key_dim, columns, task.head_end - task.head_begin);
+  call.run();
+}
+
+}  // namespace
+}  // namespace gdn::cpu::GDN_ISA

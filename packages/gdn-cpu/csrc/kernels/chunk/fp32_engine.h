@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Products in fp32 on Vec: one element a step. Runs at every level, for activations of every dtype.
+#pragma once
+
+#include "tile.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+struct Fp32Engine {
+  using Element = float;
+  using Packed = Vec;
+  static constexpr std::int64_t kStep = 1;
+
+  GDN_INLINE Packed load(const float* p) { return in_register(gdn::cpu::GDN_ISA::load(p)); }
+  GDN_INLINE Packed broadcast(const float* p) { return in_register(set1(*p)); }
+  GDN_INLINE Vec multiply_add(Packed a, Packed b, Vec sum) { return fma(a, b, sum); }
+
+  // Rows `row` to `row` + 3 of a packed operand, whose columns the vectors are.
+  GDN_INLINE void store_rows(float* packed, std::int64_t step_stride, std::int64_t row, const Vec* x) {
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) store(packed + (row + r) * step_stride, x[r]);
+  }
+  // Consecutive elements of a left operand.
+  GDN_INLINE void store_row(float* p, Vec x) { store(p, x); }
+};
+
+}  // namespace
+}  // namespace gdn::cpu::GDN_ISA

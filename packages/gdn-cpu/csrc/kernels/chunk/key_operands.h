@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the value heads of a key head share: q and k of a chunk as operands, their norms, k k^T and q k^T.
+#pragma once
+
+#include "../simd/transpose.h"
+#include "../token_block.h"
+#include "workspace.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+// A row of fp32, zeros beyond `dim`.
+template <class T>
+GDN_INLINE void copy_row(const T* x, std::int64_t dim, std::int64_t padded, float* row) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) store(row + i, load(x + i));
+  if (i < dim) {
+    store(row + i, load_n(x + i, dim - i));
+    i += kLanes;
+  }
+  for (; i < padded; i += kLanes) store(row + i, zero());
+}
+// A row of bf16 as it is; engines that multiply in bf16 take no other activations.
+GDN_INLINE void copy_row(const BFloat16* x, std::int64_t dim, std::int64_t padded, BFloat16* row) {
+  std::memcpy(row, x, static_cast<std::size_t>(dim) * sizeof(BFloat16));
+  std::memset(row + dim, 0, static_cast<std::size_t>(padded - dim) * sizeof(BFloat16));
+}
+
+template <class Element>
+GDN_INLINE void clear_rows(Element* x, std::int64_t count) {
+  std::memset(static_cast<void*>(x), 0, static_cast<std::size_t>(count) * sizeof(Element));
+}
+
+// Tokens [first, first + count) of a head, rows of zeros up to a whole block.
+template <class Element>
+void load_rows(const Operand& x, const TokenRow& row, std::int64_t first, std::int64_t count, std::int64_t head,
+               std::int64_t dim, std::int64_t padded, Element* rows) {
+  const auto copy = [&](const auto* data) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      copy_row(data + element_index(x, row.batch, row.first + first + i, head), dim, padded, rows + i * padded);
+    }
+  };
+  if constexpr (kIsFloat<Element>) {
+    with_dtype(x.dtype, x.data, copy);
+  } else {
+    copy(static_cast<const BFloat16*>(x.data));
+  }
+  clear_rows(rows + count * padded, (round_up(count, kRowBlock) - count) * padded);
+}
+
+template <class Engine>
+void inverse_norms(const typename Engine::Element* rows, std::int64_t count, std::int64_t padded, float* factors) {
+  for (std::int64_t i = 0; i < count; i += kLanes) {
+    Vec sums[kLanes];
+    for (std::int64_t r = 0; r < kLanes; ++r) {
+      sums[r] = zero();
+      const typename Engine::Element* row = rows + (i + r) * padded;
+      for (std::int64_t c = 0; c < padded; c += kLanes * Engine::kStep) {
+        const typename Engine::Packed x = Engine::load(row + c);
+        sums[r] = Engine::multiply_add(x, x, sums[r]);
+      }
+    }
+    store(factors + i, div(set1(1.0f), square_root(add(sum_lanes(sums), set1(kNormEpsilon)))));
+  }
+}
+
+// The right operand [rows, tokens] of k: a step of a token is one 32-bit word, so this transposes words.
+template <class Engine>
+void pack_columns(const typename Engine::Element* k, std::int64_t count, std::int64_t padded,
+                  typename Engine::Element* columns) {
+  static_assert(sizeof(typename Engine::Element) * Engine::kStep == sizeof(float));
+  const std::int64_t words = padded / Engine::kStep;
+  for (std::int64_t token = 0; token < count; token += kLanes) {
+    typename Engine::Element* panel = columns + token / kPanelColumns * kPanelColumns * padded;
+    const std::int64_t column = token % kPanelColumns;
+    for (std::int64_t word = 0; word < words; word += kLanes) {
+      Vec x[kLanes];
+      for (std::int64_t r = 0; r < kLanes; ++r) {
+        std::memcpy(&x[r], k + (token + r) * padded + word * Engine::kStep, sizeof(Vec));
+      }
+      transpose(x);
+      for (std::int64_t r = 0; r < kLanes; ++r) {
+        std::memcpy(static_cast<void*>(panel + ((word + r) * kPanelColumns + column) * Engine::kStep), &x[r],
+                    sizeof(Vec));
+      }
+    }
+  }
+}
+
+// Rows [first, first + kRowBlock) of left right, the columns up to the diagonal block.
+template <class Engine>
+void multiply_lower(const typename Engine::Element* left, const typename Engine::Element* columns, std::int64_t first,
+                    std::int64_t padded, float* product) {
+  const std::int64_t vectors = (first + kRowBlock) / kLanes;
+  for (std::int64_t v = 0; v < vectors; v += kTileVectors) {
+    const Right<Engine> right{columns + v * kLanes * padded, kPanelColumns * Engine::kStep};
+    with_vectors(min_of(kTileVectors, vectors - v), [&](auto n) {
+      constexpr int kVectors = decltype(n)::value;
+      constexpr int kRows = kTileRows<kVectors>;
+      for (std::int64_t row = first; row < first + kRowBlock; row += kRows) {
+        Vec sums[kRows][kVectors];
+        clear(sums);
+        accumulate<Engine>(sums, Left<Engine>{left + row * padded, padded, Engine::kStep}, right,
+                           padded / Engine::kStep);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+          for (int j = 0; j < kVectors; ++j) store(product + (row + r) * kTokens + (v + j) * kLanes, sums[r][j]);
+        }
+      }
+    });
+  }
+}
+
+template <class Engine>
+void load_key_operands(const RecurrenceParams& p, const TokenRow& row, std::int64_t key_head, std::int64_t first,
+                       std::int64_t count, const KeyOperands<Engine>& key) {
+  const std::int64_t padded = padded_keys<Engine>(p.key_dim);
+  const std::int64_t rows = round_up(count, kRowBlock);
+  load_rows(p.q, row, first, count, key_head, p.key_dim, padded, key.q);
+  load_rows(p.k, row, first, count, key_head, p.key_dim, padded, key.k);
+  if (p.normalize_qk) {
+    inverse_norms<Engine>(key.q, rows, padded, key.q_factor);
+    inverse_norms<Engine>(key.k, rows, padded, key.k_factor);
+  } else {
+    for (std::int64_t i = 0; i < rows; i += kLanes) {
+      store(key.q_factor + i, set1(1.0f));
+      store(key.k_factor + i, set1(1.0f));
+    }
+  }
+  pack_columns<Engine>(key.k, rows, padded, key.k_columns);
+  if constexpr (Engine::kStep > 1) Engine::pack_steps(key.k, rows, padded, key.k_steps);
+  for (std::int64_t block = 0; block < rows; block += kRowBlock) {
+    multiply_lower<Engine>(key.k, key.k_columns, block, padded, key.kk);
+    multiply_lower<Engine>(key.q, key.k_columns, block, padded, key.qk);
+  }
+}
+
+}  // namespace
+}  // namespace gdn::cpu::GDN_ISA

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The rows of a chunk, for one panel of columns, block by block from the first on:
+//   u_i = beta_i (v_i - exp(G_i) k_i M) + sum_{j < i} mixing_ij u_j,   o_i = scale (exp(G_i) q_i M + sum_{j <= i}
+//   attention_ij u_j)
+// with the state M from before the chunk. The sum over j is a forward substitution in fp32: tiles of earlier rows as a
+// product, the rows of the tile itself in registers.
+#pragma once
+
+#include "decays.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+// One panel of columns of one head and a segment of a chunk.
+template <class Engine>
+struct PanelTask {
+  using Element = typename Engine::Element;
+  const RecurrenceParams& params;
+  const KeyOperands<Engine>& key;
+  const ChunkOperands<Engine>& chunk;
+  const Segment& segment;
+  std::int64_t keys;       // padded
+  std::int64_t v_index;    // of the panel's first column in the chunk's first token
+  std::int64_t out_index;  // the same
+  std::int64_t columns;    // of v
+  const Element* state;    // panel of the rounded state; null: zero
+  float* u;                // panels of the chunk's operands
+  Element* u_packed;
+  Element* u_decayed;
+
+  bool holds(std::int64_t row) const { return row >= segment.begin && row < segment.end; }
+  bool holds(std::int64_t row, std::int64_t rows) const { return row >= segment.begin && row + rows <= segment.end; }
+};
+
+constexpr std::int64_t panel_stride(std::int64_t vectors) { return vectors * kLanes; }
+
+template <class Engine, int kRows, int kVectors>
+GDN_INLINE void multiply_state(const PanelTask<Engine>& task, const typename Engine::Element* rows, std::int64_t row,
+                               Vec (&x)[kRows][kVectors]) {
+  clear(x);
+  if (task.state == nullptr) return;
+  accumulate<Engine>(x, Left<Engine>{rows + row * task.keys, task.keys, Engine::kStep},
+                     Right<Engine>{task.state, kVectors * kLanes * Engine::kStep}, task.keys / Engine::kStep);
+}
+
+template <int kRows, int kVectors>
+GDN_INLINE void zero_outside(const Segment& segment, std::int64_t row, Vec (&x)[kRows][kVectors]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    if (row + r >= segment.begin && row + r < segment.end) continue;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) x[r][j] = zero();
+  }
+}
+
+// beta (v - exp(G) k M) of a tile of rows.
+template <class Engine, int kRows, int kVectors>
+GDN_INLINE void start_rows(const PanelTask<Engine>& task, std::int64_t row, Vec (&x)[kRows][kVectors]) {
+  const Operand& v = task.params.v;
+  const bool is_whole = task.holds(row, kRows);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    if (!is_whole && !task.holds(row + r)) continue;
+    const Vec beta = set1(task.chunk.beta[row + r]);
+    const Vec factor = set1(-task.chunk.state_factor[row + r] * task.key.k_factor[row + r]);
+    const std::int64_t index = task.v_index + (row + r) * v.token_stride;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      const Vec value = load_as(v.dtype, v.data, index + j * kLanes, task.columns - j * kLanes);
+      x[r][j] = mul(beta, task.state != nullptr ? fma(factor, x[r][j], value) : value);
+    }
+  }
+  if (!is_whole) zero_outside(task.segment, row, x);
+}
+
+// The rows of the tile from those before it in the tile.
+template <int kRows, int kVectors>
+GDN_INLINE void substitute(const float* mixing, Vec (&x)[kRows][kVectors]) {
+#pragma GCC unroll 16
+  for (int s = 0; s + 1 < kRows; ++s) {
+#pragma GCC unroll 16
+    for (int r = s + 1; r < kRows; ++r) {
+      const Vec factor = in_register(set1(mixing[r * kTokens + s]));
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) x[r][j] = fma(factor, x[s][j], x[r][j]);
+    }
+  }
+}
+
+// Stores a tile of u in its three forms; adds to `check` a NaN where a value is not finite, or not
+// once it is rounded.
+template <class Engine, int kRows, int kVectors>
+GDN_INLINE void store_delta(const PanelTask<Engine>& task, std::int64_t row, Vec (&x)[kRows][kVectors], Vec& check) {
+  constexpr std::int64_t width = kVectors * kLanes;
+#pragma GCC unroll 4
+  for (int j = 0; j < kVectors; ++j) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r += 4) {
+      Vec rows[4], decayed[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        rows[i] = x[r + i][j];
+        decayed[i] = mul(rows[i], set1(task.chunk.end_factor[row + r + i]));
+        const Vec twice = add(rows[i], rows[i]);
+        check = add(check, sub(twice, twice));
+        store(task.u + (row + r + i) * width + j * kLanes, rows[i]);
+      }
+      const std::int64_t column = j * kLanes * Engine::kStep;
+      if constexpr (!kIsFloat<typename Engine::Element>) {
+        Engine::store_rows(task.u_packed + column, width * Engine::kStep, row + r, rows);
+      }
+      Engine::store_rows(task.u_decayed + column, width * Engine::kStep, row + r, decayed);
+    }
+  }
+}
+
+template <class Engine, int kRows, int kVectors>
+GDN_INLINE void delta_tile(const PanelTask<Engine>& task, std::int64_t row, Vec& check) {
+  Vec x[kRows][kVectors];
+  multiply_state(task, task.key.k, row, x);
+  start_rows(task, row, x);
+  const float* mixing = task.chunk.mixing + row * kTokens;
+  accumulate<Fp32Engine>(x, Left<Fp32Engine>{mixing, kTokens, 1}, Right<Fp32Engine>{task.u, kVectors * kLanes}, row);
+  substitute(mixing + row, x);
+  if (!task.holds(row, kRows)) zero_outside(task.segment, row, x);
+  store_delta(task, row, x, check);
+}
+
+// Rows [begin, end) of the tile are stored.
+template <class Engine, int kRows, int kVectors>
+GDN_INLINE void output_tile(const PanelTask<Engine>& task, std::int64_t row, std::int64_t begin, std::int64_t end) {
+  Vec x[kRows][kVectors];
+  multiply_state(task, task.key.q, row, x);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    const Vec factor = set1(task.chunk.state_factor[row + r] * task.key.q_factor[row + r]);
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) x[r][j] = mul(factor, x[r][j]);
+  }
+  accumulate<Engine>(x, Left<Engine>{task.chunk.attention + row * kTokens, kTokens, Engine::kStep},
+                     Right<Engine>{task.u_packed, kVectors * kLanes * Engine::kStep}, (row + kRows) / Engine::kStep);
+  const MutableOperand& out = task.params.out;
+  const Vec scale = set1(task.params.scale);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    if (row + r < begin || row + r >= end) continue;
+    const std::int64_t index = task.out_index + (row + r) * out.token_stride;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      // Adding 0 leaves one kind of zero: how many masked products follow must not show.
+      store_as(out.dtype, out.data, index + j * kLanes, add(mul(scale, x[r][j]), zero()), task.columns - j * kLanes);
+    }
+  }
+}
+
+// The outputs of a block whose u are not all finite: a masked 0 * NaN is a NaN. From the last row to the first, each
+// with the later rows of u cleared; later blocks find them as they were.
+template <class Engine, int kVectors>
+void output_block_with_nan(const PanelTask<Engine>& task, std::int64_t block) {
+  constexpr int kRows = kTileRows<kVectors>;
+  constexpr std::int64_t width = kVectors * kLanes;
+  typename Engine::Element* u = task.u_packed + block * width;
+  const std::size_t size = sizeof(*u) * static_cast<std::size_t>(kRowBlock * width);
+  std::memcpy(task.chunk.u_block, u, size);
+  const std::int64_t first = task.segment.begin > block ? task.segment.begin : block;
+  for (std::int64_t row = min_of(block + kRowBlock, task.segment.end) - 1; row >= first; --row) {
+    output_tile<Engine, kRows, kVectors>(task, row / kRows * kRows, row, row + 1);
+    for (std::int64_t c = 0; c < width; ++c) {
+      u[(row - block) / Engine::kStep * width * Engine::kStep + c * Engine::kStep + row % Engine::kStep] = {};
+    }
+  }
+  std::memcpy(u, task.chunk.u_block, size);
+}
+
+GDN_INLINE bool is_finite(Vec check) { return lane_bits(less(abs(check), set1(1.0f))) == (1u << kLanes) - 1u; }
+
+template <class Engine, int kVectors>
+void run_rows(const PanelTask<Engine>& task) {
+  constexpr int kRows = kTileRows<kVectors>;
+  const Segment& segment = task.segment;
+  for (std::int64_t block = segment.begin / kRowBlock * kRowBlock; block < segment.end; block += kRowBlock) {
+    Vec check = zero();
+    const std::int64_t block_end = min_of(block + kRowBlock, segment.end);
+    for (std::int64_t row = block; row < block_end; row += kRows) {
+      delta_tile<Engine, kRows, kVectors>(task, row, check);
+    }
+    if (!is_finite(check)) {
+      output_block_with_nan<Engine, kVectors>(task, block);
+      continue;
+    }
+    for (std::int64_t row = block; row < block_end; row += kRows) {
+      output_tile<Engine, kRows, kVectors>(task, row, segment.begin, segment.end);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gdn::cpu::GDN_ISA

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The state of a head between chunks: its update, M = decay M + k^T (decayed u), and the way from and to memory, where
+// it lies as [K, V] or [V, K], fp32 or rounded.
+#pragma once
+
+#include "rows.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+// Rows of the state as a right operand.
+template <class Engine>
+GDN_INLINE void pack_state_rows(typename Engine::Element* panel, std::int64_t width, std::int64_t row,
+                                std::int64_t column, const Vec* x) {
+  if constexpr (!kIsFloat<typename Engine::Element>) {
+    Engine::store_rows(panel + column * Engine::kStep, width * Engine::kStep, row, x);
+  }
+}
+
+// One panel: `values` and `packed` are its fp32 and rounded rows; k_steps and u are operands of `steps` steps.
+template <class Engine, int kVectors>
+void update_panel(std::int64_t keys, bool has_state, float decay, const typename Engine::Element* k_steps,
+                  const typename Engine::Element* u, std::int64_t steps, HeadState<Engine> panel) {
+  constexpr int kRows = kTileRows<kVectors>;
+  constexpr std::int64_t width = kVectors * kLanes;
+  const Left<Engine> k{k_steps, Engine::kStep, keys * Engine::kStep};
+  for (std::int64_t row = 0; row < keys; row += kRows) {
+    Vec x[kRows][kVectors];
+    clear(x);
+    accumulate<Engine>(x, rows_from(k, row), Right<Engine>{u, width * Engine::kStep}, steps);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r += 4) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        Vec rows[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          float* values = panel.values + (row + r + i) * width + j * kLanes;
+          rows[i] = has_state ? fma(set1(decay), load(values), x[r + i][j]) : x[r + i][j];
+          store(values, rows[i]);
+        }
+        pack_state_rows<Engine>(panel.packed, width, row + r, j * kLanes, rows);
+      }
+    }
+  }
+}
+
+// Calls body with the first column of each panel, its vectors as a constant, and the offset of its rows.
+template <class Body>
+GDN_INLINE void for_each_panel(std::int64_t columns, Body body) {
+  for (std::int64_t column = 0; column < columns; column += kPanelColumns) {
+    const std::int64_t vectors = min_of(kTileVectors, (columns - column + kLanes - 1) / kLanes);
+    with_vectors(vectors, [&](auto n) { body(column, n); });
+  }
+}
+
+template <class Engine>
+HeadState<Engine> panel_of(const HeadState<Engine>& state, std::int64_t keys, std::int64_t column) {
+  return {state.values + keys * column, state.packed + keys * column};
+}
+
+// A head's state in memory, from the task's first column on.
+template <class T>
+struct StoredState {
+  T* data;
+  std::int64_t key_stride, column_stride;
+};
+
+template <class T>
+GDN_INLINE StoredState<T> stored_state(const RecurrenceParams& p, T* head, std::int64_t v_begin) {
+  if (p.state_v_first) return {head + v_begin * p.key_dim, 1, p.key_dim};
+  return {head + v_begin, p.value_dim, 1};
+}
+
+// kLanes keys by kLanes columns, from or to a buffer [kLanes keys][kLanes columns]; parts beyond `keys` and `columns`
+// are zero, or not stored.
+template <class T>
+GDN_INLINE void load_block(StoredState<const T> from, std::int64_t key, std::int64_t keys, std::int64_t column,
+                           std::int64_t columns, Vec* x) {
+  const T* data = from.data + key * from.key_stride + column * from.column_stride;
+  const bool is_transposed = from.key_stride == 1 && from.column_stride != 1;
+  const std::int64_t lines = is_transposed ? columns : keys, length = is_transposed ? keys : columns;
+  const std::int64_t stride = is_transposed ? from.column_stride : from.key_stride;
+  for (std::int64_t i = 0; i < kLanes; ++i) {
+    x[i] = i < lines && length > 0 ? load_up_to(data + i * stride, length) : zero();
+  }
+  if (is_transposed) transpose(x);
+}
+template <class T>
+GDN_INLINE void store_block(StoredState<T> to, std::int64_t key, std::int64_t keys, std::int64_t column,
+                            std::int64_t columns, Vec* x) {
+  T* data = to.data + key * to.key_stride + column * to.column_stride;
+  const bool is_transposed = to.key_stride == 1 && to.column_stride != 1;
+  const std::int64_t lines = is_transposed ? columns : keys, length = is_transposed ? keys : columns;
+  const std::int64_t stride = is_transposed ? to.column_stride : to.key_stride;
+  if (is_transposed) transpose(x);
+  for (std::int64_t i = 0; i < min_of(lines, kLanes); ++i) store_up_to(data + i * stride, x[i], length);
+}
+
+template <class Engine, class T>
+void load_state(const RecurrenceParams& p, StoredState<const T> from, std::int64_t columns, HeadState<Engine> state) {
+  const std::int64_t keys = padded_keys<Engine>(p.key_dim);
+  for_each_panel(columns, [&](std::int64_t first, auto n) {
+    constexpr std::int64_t width = decltype(n)::value * kLanes;
+    const HeadState<Engine> panel = panel_of(state, keys, first);
+    for (std::int64_t key = 0; key < keys; key += kLanes) {
+      for (std::int64_t c = 0; c < width; c += kLanes) {
+        Vec x[kLanes];
+        load_block(from, key, p.key_dim - key, first + c, columns - first - c, x);
+        for (std::int64_t i = 0; i < kLanes; i += 4) {
+          for (std::int64_t r = i; r < i + 4; ++r) store(panel.values + (key + r) * width + c, x[r]);
+          pack_state_rows<Engine>(panel.packed, width, key + i, c, x + i);
+        }
+      }
+    }
+  });
+}
+
+template <class Engine, class T>
+void store_state(const RecurrenceParams& p, HeadState<Engine> state, StoredState<T> to, std::int64_t columns) {
+  const std::int64_t keys = padded_keys<Engine>(p.key_dim);
+  for_each_panel(columns, [&](std::int64_t first, auto n) {
+    constexpr std::int64_t width = decltype(n)::value * kLanes;
+    const HeadState<Engine> panel = panel_of(state, keys, first);
+    for (std::int64_t key = 0; key < p.key_dim; key += kLanes) {
+      for (std::int64_t c = 0; c < width; c += kLanes) {
+        Vec x[kLanes];
+        for (std::int64_t i = 0; i < kLanes; ++i) x[i] = load(panel.values + (key + i) * width + c);
+        store_block(to, key, p.key_dim - key, first + c, columns - first - c, x);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace gdn::cpu::GDN_ISA

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/chunk_plan.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "kernels/params.h"
+
+namespace gdn::cpu {
+namespace {
+
+// Costs relative to one column of one head: what all columns of a head share (its decays, operands of u), and what all
+// heads of a task share (q and k as operands, k k^T, q k^T). Measured, K = V = 128.
+constexpr double kHeadCost = 10.0;
+constexpr double kTaskCost = 20.0;
+constexpr std::int64_t kVector = 16;  // columns that cost as much as one
+
+// Heads of one task: their states are to stay in the second-level cache, at most 256 KiB in fp32.
+constexpr std::int64_t kStateElements = 4 * 128 * 128;
+// Chunks of a turn, where chains are cut: a state is written and read once a turn.
+constexpr std::int64_t kTurnChunks = 4;
+// What a plan of smaller pieces has to gain.
+constexpr double kWorthwhile = 0.95;
+// With so many chains a thread, any order balances.
+constexpr std::size_t kPlenty = 16;
+
+double token_cost(std::int64_t heads, std::int64_t columns) {
+  const std::int64_t vectors = (columns + kVector - 1) / kVector;
+  return kTaskCost + static_cast<double>(heads) * (kHeadCost + static_cast<double>(vectors * kVector));
+}
+
+ChunkPlan divide(const ChunkWork& work, std::int64_t heads, std::int64_t columns) {
+  ChunkPlan plan;
+  const std::int64_t group = work.num_value_heads / work.num_key_heads;
+  for (std::size_t n = 0; n < work.lengths.size(); ++n) {
+    if (work.lengths[n] == 0) continue;
+    for (std::int64_t key_head = 0; key_head < work.num_key_heads; ++key_head) {
+      for (std::int64_t head = key_head * group; head < (key_head + 1) * group; head += heads) {
+        const std::int64_t head_end = std::min(head + heads, (key_head + 1) * group);
+        for (std::int64_t v = 0; v < work.value_dim; v += columns) {
+          const std::int64_t v_end = std::min(v + columns, work.value_dim);
+          plan.chains.push_back({static_cast<std::int64_t>(n), head, head_end, v, v_end, work.lengths[n],
+                                 token_cost(head_end - head, v_end - v)});
+        }
+      }
+    }
+  }
+  const auto cost = [](const ChunkChain& chain) { return static_cast<double>(chain.length) * chain.token_cost; };
+  std::stable_sort(plan.chains.begin(), plan.chains.end(),
+                   [&](const ChunkChain& left, const ChunkChain& right) { return cost(left) > cost(right); });
+  return plan;
+}
+
+double busiest(const ChunkPlan& plan, int threads) {
+  const std::vector<double> times = simulate(plan, threads);
+  return *std::max_element(times.begin(), times.end());
+}
+
+}  // namespace
+
+ChunkPlan plan_chunks(const ChunkWork& work) {
+  const std::int64_t group = work.num_value_heads / work.num_key_heads;
+  const std::int64_t state = std::max<std::int64_t>(1, work.key_dim * work.value_dim);
+  const std::int64_t heads = std::min(group, std::max<std::int64_t>(1, kStateElements / state));
+  ChunkPlan best = divide(work, heads, work.value_dim);
+  if (work.threads <= 1 || best.chains.size() >= kPlenty * static_cast<std::size_t>(work.threads)) return best;
+  double best_time = busiest(best, work.threads);
+  const auto consider = [&](ChunkPlan plan) {
+    const double time = busiest(plan, work.threads);
+    if (time > kWorthwhile * best_time) return;
+    best = std::move(plan);
+    best_time = time;
+  };
+  std::int64_t columns = (work.value_dim + kVector - 1) / kVector * kVector;
+  for (std::int64_t task_heads = heads; columns >= kVector;) {
+    for (const std::int64_t turn : {std::int64_t{0}, kTurnChunks * kChunkTokens}) {
+      ChunkPlan plan = divide(work, task_heads, columns);
+      plan.turn_tokens = turn;
+      consider(std::move(plan));
+    }
+    if (task_heads > 1) {
+      task_heads = 1;
+    } else {
+      columns = columns > kVector ? (columns / 2 + kVector - 1) / kVector * kVector : 0;
+    }
+  }
+  return best;
+}
+
+std::vector<double> simulate(const ChunkPlan& plan, int threads) {
+  // The next to ask is whoever is free first.
+  struct Thread {
+    double time;
+    std::size_t index;
+    bool has_turn;
+    ChunkQueue::Turn turn;
+    bool operator<(const Thread& other) const { return time != other.time ? time > other.time : index > other.index; }
+  };
+  ChunkQueue queue(plan);
+  std::vector<double> times(static_cast<std::size_t>(threads), 0.0);
+  std::vector<Thread> heap;
+  for (std::size_t i = 0; i < times.size(); ++i) heap.push_back({0.0, i, false, {}});
+  std::make_heap(heap.begin(), heap.end());
+  while (!heap.empty()) {
+    std::pop_heap(heap.begin(), heap.end());
+    Thread& thread = heap.back();
+    times[thread.index] = thread.time;
+    ChunkQueue::Turn turn{};
+    if (!queue.next(thread.has_turn ? &thread.turn : nullptr, turn)) {
+      heap.pop_back();
+      continue;
+    }
+    thread.time += static_cast<double>(turn.token_end - turn.token_begin) * plan.chains[turn.chain].token_cost;
+    thread.has_turn = true;
+    thread.turn = turn;
+    std::push_heap(heap.begin(), heap.end());
+  }
+  return times;
+}
+
+ChunkQueue::ChunkQueue(const ChunkPlan& plan) : plan_(plan), done_(plan.chains.size(), 0) {
+  for (std::size_t i = 0; i < plan.chains.size(); ++i) ready_.push_back({remaining(i), i});
+  std::make_heap(ready_.begin(), ready_.end());
+}
+
+double ChunkQueue::remaining(std::size_t chain) const {
+  const ChunkChain& c = plan_.chains[chain];
+  return static_cast<double>(c.length - done_[chain]) * c.token_cost;
+}
+
+bool ChunkQueue::next(const Turn* previous, Turn& turn) {
+  if (previous != nullptr && previous->token_end < plan_.chains[previous->chain].length) {
+    ready_.push_back({remaining(previous->chain), previous->chain});
+    std::push_heap(ready_.begin(), ready_.end());
+  }
+  if (ready_.empty()) return false;
+  std::pop_heap(ready_.begin(), ready_.end());
+  const std::size_t chain = ready_.back().chain;
+  ready_.pop_back();
+  const std::int64_t length = plan_.chains[chain].length;
+  turn.chain = chain;
+  turn.token_begin = done_[chain];
+  turn.token_end = plan_.turn_tokens > 0 ? std::min(length, turn.token_begin + plan_.turn_tokens) : length;
+  done_[chain] = turn.token_end;
+  return true;
+}
+
+}  // namespace gdn::cpu

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/chunked.h"
+
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "runtime/chunk_plan.h"
+#include "runtime/parallel.h"
+#include "runtime/team.h"
+
+namespace gdn::cpu {
+namespace {
+
+struct FreeDeleter {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+// Memory that one thread keeps from call to call, as large as it ever needed.
+class ThreadMemory {
+ public:
+  void* at_least(std::int64_t bytes) {
+    if (bytes > size_) {
+      const auto alignment = static_cast<std::int64_t>(kScratchAlignment);
+      const std::int64_t rounded = (bytes + alignment - 1) / alignment * alignment;
+      memory_.reset();
+      memory_.reset(std::aligned_alloc(kScratchAlignment, static_cast<std::size_t>(rounded)));
+      if (memory_ == nullptr) std::abort();  // in a parallel region: nothing sensible is left to do
+      size_ = rounded;
+    }
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<void, FreeDeleter> memory_;
+  std::int64_t size_ = 0;
+};
+
+ThreadMemory& workspace_memory() {
+  thread_local ThreadMemory memory;
+  return memory;
+}
+ThreadMemory& carried_memory() {
+  thread_local ThreadMemory memory;
+  return memory;
+}
+RecurrenceScratch& recurrence_scratch() {
+  thread_local ThreadMemory memory;
+  return *static_cast<RecurrenceScratch*>(memory.at_least(sizeof(RecurrenceScratch)));
+}
+
+std::int64_t sequence_length(const RecurrenceParams& params, std::int64_t sequence) {
+  if (params.token_offsets == nullptr) return params.tokens_per_sequence;
+  return params.token_offsets[sequence + 1] - params.token_offsets[sequence];
+}
+
+std::int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+template <typename AnyOperand>
+void advance(AnyOperand& x, std::int64_t batch, std::int64_t token, std::int64_t head) {
+  if (x.data == nullptr) return;
+  const std::int64_t index = batch * x.batch_stride + token * x.token_stride + head * x.head_stride;
+  x.data = reinterpret_cast<decltype(x.data)>(reinterpret_cast<std::uintptr_t>(x.data) +
+                                              static_cast<std::uintptr_t>(index * element_size(x.dtype)));
+}
+
+// The last tokens of a sequence, for some heads of one key head, as a call of its own that starts from `carried`
+// [heads, K, V]. An fp32 state goes where the call wants it, another one back to `carried`.
+struct Tail {
+  RecurrenceParams params;
+  std::int64_t offsets[2] = {0, 0};
+  std::int64_t source_slot = 0;
+  std::int64_t destination_slot = 0;
+  std::int64_t chunk_offset = 0;
+
+  Tail(const RecurrenceParams& whole, std::int64_t sequence, std::int64_t head_begin, std::int64_t head_end,
+       std::int64_t token, std::int64_t count, float* carried)
+      : params(whole) {
+    const std::int64_t group = whole.num_value_heads / whole.num_key_heads;
+    const std::int64_t head_size = whole.key_dim * whole.value_dim;
+    const bool is_packed = whole.token_offsets != nullptr;
+    const std::int64_t batch = is_packed ? 0 : sequence;
+    const std::int64_t first = (is_packed ? whole.token_offsets[sequence] : 0) + token;
+    advance(params.q, batch, first, head_begin / group);
+    advance(params.k, batch, first, head_begin / group);
+    for (Operand* x : {&params.v, &params.gate, &params.beta}) advance(*x, batch, first, head_begin);
+    advance(params.out, batch, first, head_begin);
+    params.num_sequences = 1;
+    params.num_key_heads = 1;
+    params.num_value_heads = head_end - head_begin;
+    offsets[1] = count;
+    params.token_offsets = offsets;
+    params.source = carried;
+    params.source_slots = &source_slot;
+    params.destination_slots = &destination_slot;
+    params.state_dtype = DType::kFloat32;
+    const std::int64_t slot = whole.destination != nullptr ? whole.destination_slots[sequence] : -1;
+    if (slot < 0) {
+      destination_slot = -1;
+    } else if (whole.state_dtype == DType::kFloat32) {
+      params.destination =
+          static_cast<float*>(whole.destination) + slot * whole.destination_slot_stride + head_begin * head_size;
+    } else {
+      params.destination = carried;
+    }
+    if (whole.chunk_states != nullptr) {
+      const std::int64_t chunk = whole.chunk_offsets[sequence] + token / kChunkTokens;
+      params.chunk_states = whole.chunk_states + (chunk * whole.num_value_heads + head_begin) * head_size;
+      params.chunk_offsets = &chunk_offset;
+    }
+  }
+};
+
+// One call: who has run what of it, and the states between turns.
+class ChunkedCall {
+ public:
+  ChunkedCall(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
+              const Indices& sequences, int threads)
+      : table_(table), chunk_(chunk), params_(params), sequences_(sequences) {
+    ChunkWork work{.num_key_heads = params.num_key_heads,
+                   .num_value_heads = params.num_value_heads,
+                   .key_dim = params.key_dim,
+                   .value_dim = params.value_dim,
+                   .threads = threads};
+    for (const std::int64_t sequence : sequences) work.lengths.push_back(sequence_length(params, sequence));
+    plan_ = plan_chunks(work);
+    if (plan_.turn_tokens > 0) {
+      carried_.resize(sequences.size() * static_cast<std::size_t>(params.num_value_heads * head_size()));
+    }
+    queue_ = std::make_unique<ChunkQueue>(plan_);
+  }
+
+  int useful_threads(int threads) const {
+    return static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(threads), plan_.chains.size()));
+  }
+
+  void run_share() {
+    ChunkQueue::Turn turn{};
+    for (bool has_turn = next(nullptr, turn); has_turn;) {
+      run(turn);
+      const ChunkQueue::Turn previous = turn;
+      has_turn = next(&previous, turn);
+    }
+  }
+
+ private:
+  std::int64_t head_size() const { return params_.key_dim * params_.value_dim; }
+
+  bool next(const ChunkQueue::Turn* previous, ChunkQueue::Turn& turn) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return queue_->next(previous, turn);
+  }
+
+  // Where the state of a chain's heads is between its turns, or before its tail.
+  float* carried(const ChunkChain& chain) {
+    if (plan_.turn_tokens == 0) {
+      const std::int64_t floats = (chain.head_end - chain.head_begin) * head_size();
+      return static_cast<float*>(carried_memory().at_least(floats * static_cast<std::int64_t>(sizeof(float))));
+    }
+    return carried_.data() + (chain.sequence * params_.num_value_heads + chain.head_begin) * head_size();
+  }
+
+  void run(const ChunkQueue::Turn& turn) {
+    const ChunkChain& chain = plan_.chains[turn.chain];
+    const std::int64_t tail = chain.length % kChunkTokens;
+    const bool has_tail = turn.token_end == chain.length && tail > 0 && tail < chunk_.shortest;
+    const std::int64_t chunks_end = has_tail ? chain.length - tail : turn.token_end;
+    ChunkTask task{.sequence = sequences_[static_cast<std::size_t>(chain.sequence)],
+                   .head_begin = chain.head_begin,
+                   .head_end = chain.head_end,
+                   .v_begin = chain.v_begin,
+                   .v_end = chain.v_end,
+                   .token_begin = turn.token_begin,
+                   .token_end = chunks_end};
+    if (turn.token_begin > 0) task.carried_in = carried(chain);
+    if (chunks_end < chain.length) task.carried_out = carried(chain);
+    if (turn.token_begin < chunks_end) run_task(task);
+    if (has_tail) run_tail(task, chunks_end, tail, carried(chain));
+  }
+
+  void run_task(const ChunkTask& task) {
+    const std::int64_t bytes =
+        chunk_.workspace_bytes(params_.key_dim, task.v_end - task.v_begin, task.head_end - task.head_begin);
+    chunk_.run(params_, task, workspace_memory().at_least(bytes));
+  }
+
+  void run_tail(const ChunkTask& chain, std::int64_t token, std::int64_t count, float* carried) {
+    const Tail tail(params_, chain.sequence, chain.head_begin, chain.head_end, token, count, carried);
+    for (std::int64_t head = 0; head < tail.params.num_value_heads; ++head) {
+      table_.recurrence(tail.params, 0, head, chain.v_begin, chain.v_end, recurrence_scratch());
+    }
+    if (tail.params.destination != carried) return;
+    ChunkTask store = chain;  // of no tokens: rounds the state
+    store.token_begin = store.token_end = token + count;
+    store.carried_in = carried;
+    store.carried_out = nullptr;
+    run_task(store);
+  }
+
+  const KernelTable& table_;
+  const ChunkKernel& chunk_;
+  const RecurrenceParams& params_;
+  const Indices& sequences_;
+  ChunkPlan plan_;
+  std::vector<float> carried_;  // [sequences, HV, K, V]
+  std::mutex mutex_;
+  std::unique_ptr<ChunkQueue> queue_;
+};
+
+}  // namespace
+
+void run_chunked(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
+                 const Indices& live, int num_threads) {
+  Indices shorts, longs;
+  for (const std::int64_t sequence : live) {
+    (sequence_length(params, sequence) < chunk.shortest ? shorts : longs).push_back(sequence);
+  }
+  run_recurrence(table, params, shorts, num_threads);
+  if (longs.empty() || params.num_value_heads == 0) return;
+  ChunkedCall call(table, chunk, params, longs, num_threads);
+  run_team(
+      call.useful_threads(num_threads), [](void* context) { static_cast<ChunkedCall*>(context)->run_share(); }, &call);
+}
+
+}  // namespace gdn::cpu

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Whole sequences by the chunked rule, divided among threads.
+#pragma once
+
+#include "kernels/params.h"
+#include "runtime/small_vector.h"
+
+namespace gdn::cpu {
+
+// Runs the sequences listed in `live` with `chunk`, and with the recurrence of `table` the chunks that are too short
+// for it: a sequence of few tokens, or what is left after the last whole chunk.
+void run_chunked(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
+                 const Indices& live, int num_threads);
+
+}  // namespace gdn::cpu
