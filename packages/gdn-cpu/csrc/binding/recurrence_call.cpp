@@ -126,6 +126,15 @@ void zero_uncovered(const RecurrenceParams& params, const RowPlan& plan, std::in
   }
 }
 
+// Few elements do not average their rounding to bf16, and gain nothing from it.
+constexpr std::int64_t kFewestForBFloat16 = 32;
+
+const ChunkKernel& chunk_kernel(const KernelTable& kernels, const RecurrenceParams& params) {
+  const bool has_size = params.key_dim >= kFewestForBFloat16 && params.value_dim >= kFewestForBFloat16;
+  const bool is_bfloat16 = params.q.dtype == DType::kBFloat16 && has_size;
+  return is_bfloat16 && kernels.chunk_of_bfloat16 != nullptr ? *kernels.chunk_of_bfloat16 : *kernels.chunk;
+}
+
 }  // namespace
 
 void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_batch, Method method) {
@@ -141,8 +150,7 @@ void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_ba
   nb::gil_scoped_release unlocked;
   zero_uncovered(params, plan, tokens_per_batch);
   if (method == Method::kTokenByToken) return run_recurrence(kernels, params, live, threads);
-  const bool is_bfloat16 = params.q.dtype == DType::kBFloat16 && kernels.chunk_of_bfloat16 != nullptr;
-  run_chunked(kernels, is_bfloat16 ? *kernels.chunk_of_bfloat16 : *kernels.chunk, params, live, threads);
+  run_chunked(kernels, chunk_kernel(kernels, params), params, live, threads);
 }
 
 }  // namespace gdn::cpu
