@@ -172,8 +172,7 @@ struct alignas(kScratchAlignment) RecurrenceScratch {
   float record_u[kMaxRecords * kMaxHeadDim];
 };
 
-// A share of the chunked rule: chunks of kChunkTokens tokens of one sequence, for value heads of one key head and
-// columns of v.
+// A share of the chunked rule: chunks of kChunkTokens tokens of one sequence, for some value heads and columns of v.
 struct ChunkTask {
   std::int64_t sequence = 0;
   std::int64_t head_begin = 0, head_end = 0;

@@ -9,10 +9,10 @@
 namespace gdn::cpu {
 namespace {
 
-// Costs relative to one column of one head: what all columns of a head share (its decays, operands of u), and what all
-// heads of a task share (q and k as operands, k k^T, q k^T). Measured, K = V = 128.
+// Costs relative to one column of one head: what all columns of a head share (its decays), and what all value heads of
+// a key head share (q and k as operands, k k^T, q k^T). Measured, K = V = 128.
 constexpr double kHeadCost = 10.0;
-constexpr double kTaskCost = 20.0;
+constexpr double kKeyHeadCost = 20.0;
 constexpr std::int64_t kVector = 16;  // columns that cost as much as one
 
 // Heads of one task: their states are to stay in the second-level cache, at most 256 KiB in fp32.
@@ -24,23 +24,29 @@ constexpr double kWorthwhile = 0.95;
 // With so many chains a thread, any order balances.
 constexpr std::size_t kPlenty = 16;
 
-double token_cost(std::int64_t heads, std::int64_t columns) {
-  const std::int64_t vectors = (columns + kVector - 1) / kVector;
-  return kTaskCost + static_cast<double>(heads) * (kHeadCost + static_cast<double>(vectors * kVector));
+double token_cost(const ChunkWork& work, std::int64_t head_begin, std::int64_t head_end, std::int64_t columns) {
+  const std::int64_t group = work.num_value_heads / work.num_key_heads;
+  const std::int64_t key_heads = (head_end - 1) / group - head_begin / group + 1;
+  const std::int64_t padded = (columns + kVector - 1) / kVector * kVector;
+  return static_cast<double>(key_heads) * kKeyHeadCost +
+         static_cast<double>(head_end - head_begin) * (kHeadCost + static_cast<double>(padded));
 }
 
 ChunkPlan divide(const ChunkWork& work, std::int64_t heads, std::int64_t columns) {
   ChunkPlan plan;
+  // Parts of one key head, or several whole ones.
   const std::int64_t group = work.num_value_heads / work.num_key_heads;
+  const std::int64_t span = std::max(group, heads / group * group);
   for (std::size_t n = 0; n < work.lengths.size(); ++n) {
     if (work.lengths[n] == 0) continue;
-    for (std::int64_t key_head = 0; key_head < work.num_key_heads; ++key_head) {
-      for (std::int64_t head = key_head * group; head < (key_head + 1) * group; head += heads) {
-        const std::int64_t head_end = std::min(head + heads, (key_head + 1) * group);
+    for (std::int64_t first = 0; first < work.num_value_heads; first += span) {
+      const std::int64_t last = std::min(first + span, work.num_value_heads);
+      for (std::int64_t head = first; head < last; head += heads) {
+        const std::int64_t head_end = std::min(head + heads, last);
         for (std::int64_t v = 0; v < work.value_dim; v += columns) {
           const std::int64_t v_end = std::min(v + columns, work.value_dim);
           plan.chains.push_back({static_cast<std::int64_t>(n), head, head_end, v, v_end, work.lengths[n],
-                                 token_cost(head_end - head, v_end - v)});
+                                 token_cost(work, head, head_end, v_end - v)});
         }
       }
     }
@@ -59,30 +65,25 @@ double busiest(const ChunkPlan& plan, int threads) {
 }  // namespace
 
 ChunkPlan plan_chunks(const ChunkWork& work) {
-  const std::int64_t group = work.num_value_heads / work.num_key_heads;
   const std::int64_t state = std::max<std::int64_t>(1, work.key_dim * work.value_dim);
-  const std::int64_t heads = std::min(group, std::max<std::int64_t>(1, kStateElements / state));
-  ChunkPlan best = divide(work, heads, work.value_dim);
+  const std::int64_t most_heads = std::min(work.num_value_heads, std::max<std::int64_t>(1, kStateElements / state));
+  ChunkPlan best = divide(work, most_heads, work.value_dim);
   if (work.threads <= 1 || best.chains.size() >= kPlenty * static_cast<std::size_t>(work.threads)) return best;
   double best_time = busiest(best, work.threads);
-  const auto consider = [&](ChunkPlan plan) {
-    const double time = busiest(plan, work.threads);
-    if (time > kWorthwhile * best_time) return;
-    best = std::move(plan);
-    best_time = time;
-  };
-  std::int64_t columns = (work.value_dim + kVector - 1) / kVector * kVector;
-  for (std::int64_t task_heads = heads; columns >= kVector;) {
+  const auto consider = [&](std::int64_t heads, std::int64_t columns) {
     for (const std::int64_t turn : {std::int64_t{0}, kTurnChunks * kChunkTokens}) {
-      ChunkPlan plan = divide(work, task_heads, columns);
+      ChunkPlan plan = divide(work, heads, columns);
       plan.turn_tokens = turn;
-      consider(std::move(plan));
+      const double time = busiest(plan, work.threads);
+      if (time > kWorthwhile * best_time) continue;
+      best = std::move(plan);
+      best_time = time;
     }
-    if (task_heads > 1) {
-      task_heads = 1;
-    } else {
-      columns = columns > kVector ? (columns / 2 + kVector - 1) / kVector * kVector : 0;
-    }
+  };
+  for (std::int64_t heads = most_heads; heads > 0; heads /= 2) consider(heads, work.value_dim);
+  for (std::int64_t columns = work.value_dim; columns > kVector;) {
+    columns = (columns / 2 + kVector - 1) / kVector * kVector;
+    consider(1, columns);
   }
   return best;
 }

@@ -75,21 +75,21 @@ struct Tail {
   std::int64_t destination_slot = 0;
   std::int64_t chunk_offset = 0;
 
-  Tail(const RecurrenceParams& whole, std::int64_t sequence, std::int64_t head_begin, std::int64_t head_end,
-       std::int64_t token, std::int64_t count, float* carried)
+  Tail(const RecurrenceParams& whole, std::int64_t sequence, std::int64_t head, std::int64_t token, std::int64_t count,
+       float* carried)
       : params(whole) {
     const std::int64_t group = whole.num_value_heads / whole.num_key_heads;
     const std::int64_t head_size = whole.key_dim * whole.value_dim;
     const bool is_packed = whole.token_offsets != nullptr;
     const std::int64_t batch = is_packed ? 0 : sequence;
     const std::int64_t first = (is_packed ? whole.token_offsets[sequence] : 0) + token;
-    advance(params.q, batch, first, head_begin / group);
-    advance(params.k, batch, first, head_begin / group);
-    for (Operand* x : {&params.v, &params.gate, &params.beta}) advance(*x, batch, first, head_begin);
-    advance(params.out, batch, first, head_begin);
+    advance(params.q, batch, first, head / group);
+    advance(params.k, batch, first, head / group);
+    for (Operand* x : {&params.v, &params.gate, &params.beta}) advance(*x, batch, first, head);
+    advance(params.out, batch, first, head);
     params.num_sequences = 1;
     params.num_key_heads = 1;
-    params.num_value_heads = head_end - head_begin;
+    params.num_value_heads = 1;
     offsets[1] = count;
     params.token_offsets = offsets;
     params.source = carried;
@@ -101,13 +101,13 @@ struct Tail {
       destination_slot = -1;
     } else if (whole.state_dtype == DType::kFloat32) {
       params.destination =
-          static_cast<float*>(whole.destination) + slot * whole.destination_slot_stride + head_begin * head_size;
+          static_cast<float*>(whole.destination) + slot * whole.destination_slot_stride + head * head_size;
     } else {
       params.destination = carried;
     }
     if (whole.chunk_states != nullptr) {
       const std::int64_t chunk = whole.chunk_offsets[sequence] + token / kChunkTokens;
-      params.chunk_states = whole.chunk_states + (chunk * whole.num_value_heads + head_begin) * head_size;
+      params.chunk_states = whole.chunk_states + (chunk * whole.num_value_heads + head) * head_size;
       params.chunk_offsets = &chunk_offset;
     }
   }
@@ -187,11 +187,12 @@ class ChunkedCall {
   }
 
   void run_tail(const ChunkTask& chain, std::int64_t token, std::int64_t count, float* carried) {
-    const Tail tail(params_, chain.sequence, chain.head_begin, chain.head_end, token, count, carried);
-    for (std::int64_t head = 0; head < tail.params.num_value_heads; ++head) {
-      table_.recurrence(tail.params, 0, head, chain.v_begin, chain.v_end, recurrence_scratch());
+    for (std::int64_t head = chain.head_begin; head < chain.head_end; ++head) {
+      float* state = carried + (head - chain.head_begin) * head_size();
+      const Tail tail(params_, chain.sequence, head, token, count, state);
+      table_.recurrence(tail.params, 0, 0, chain.v_begin, chain.v_end, recurrence_scratch());
     }
-    if (tail.params.destination != carried) return;
+    if (params_.state_dtype == DType::kFloat32) return;
     ChunkTask store = chain;  // of no tokens: rounds the state
     store.token_begin = store.token_end = token + count;
     store.carried_in = carried;

@@ -11,9 +11,10 @@
 // and k^T with u; everything else is fp32: G in two parts, the decays, the solve for u, the state. The inverse norms of
 // q and k are factors of products, so that an engine of bf16 multiplies q and k as they came.
 //
-// One call runs consecutive chunks of one sequence, for some value heads of one key head, which share k k^T and q k^T,
-// and some columns of v. No sum crosses columns: values do not depend on how these are divided. A chunk is cut where g
-// is -inf, and what is before the cut is not read after it.
+// One call runs consecutive chunks of one sequence, for some value heads and some columns of v. The value heads of a
+// key head share k k^T and q k^T. Several heads take each chunk in turn, so that pages of q, k and v serve all of them.
+// No sum crosses columns: values do not depend on how these are divided. A chunk is cut where g is -inf, and what is
+// before the cut is not read after it.
 //
 // Bound by arithmetic: per head and chunk, K = V = 128, 4.0 million multiply-adds, of them 0.25 in the solve.
 #pragma once
@@ -37,6 +38,11 @@ struct ChunkCall {
   std::int64_t keys, columns;
 
   std::int64_t head_size() const { return params.key_dim * params.value_dim; }
+
+  // The first value head of this task for its key head.
+  bool is_first_of_key_head(std::int64_t head) const {
+    return head == task.head_begin || key_head_of(params, head) != key_head_of(params, head - 1);
+  }
 
   // --- states ---
 
@@ -106,6 +112,29 @@ struct ChunkCall {
     });
   }
 
+  template <class AnyOperand>
+  NextRows::Operand next_operand(const AnyOperand& x, std::int64_t token, std::int64_t head, std::int64_t column,
+                                 std::int64_t count) const {
+    const std::int64_t size = element_size(x.dtype);
+    const std::int64_t index = element_index(x, row.batch, row.first + token, head) + column;
+    return {static_cast<const char*>(x.data) + index * size, x.token_stride * size, count * size};
+  }
+
+  // What follows the chunk at `first`: the panel's columns of v and o, and once for all heads q and k.
+  NextRows next_rows(std::int64_t head, std::int64_t first, std::int64_t column, std::int64_t width) const {
+    const std::int64_t token = first + kTokens;
+    NextRows next{};
+    next.count = min_of(kTokens, task.token_end - token);
+    if (next.count <= 0) return next;
+    next.operands[0] = next_operand(params.v, token, head, task.v_begin + column, width);
+    next.operands[1] = next_operand(params.out, token, head, task.v_begin + column, width);
+    if (column > 0 || !is_first_of_key_head(head)) return next;
+    const std::int64_t key_head = key_head_of(params, head);
+    next.operands[2] = next_operand(params.q, token, key_head, 0, params.key_dim);
+    next.operands[3] = next_operand(params.k, token, key_head, 0, params.key_dim);
+    return next;
+  }
+
   void run_segment(std::int64_t head, std::int64_t first, std::int64_t count, const Segment& segment) const {
     const HeadState<Engine>& state = work.states[head - task.head_begin];
     bool& has_state = work.has_state[head - task.head_begin];
@@ -118,11 +147,13 @@ struct ChunkCall {
     for_each_panel(columns, [&](std::int64_t column, auto n) {
       constexpr int kVectors = decltype(n)::value;
       const HeadState<Engine> panel = panel_of(state, keys, column);
+      const NextRows next = next_rows(head, first, column, kVectors * kLanes);
       const PanelTask<Engine> panel_task{
           .params = params,
           .key = work.key,
           .chunk = work.chunk,
           .segment = segment,
+          .next = next,
           .keys = keys,
           .v_index = element_index(params.v, row.batch, token, head) + task.v_begin + column,
           .out_index = element_index(params.out, row.batch, token, head) + task.v_begin + column,
@@ -149,11 +180,12 @@ struct ChunkCall {
 
   void run() const {
     for (std::int64_t head = task.head_begin; head < task.head_end; ++head) load_head(head);
-    const std::int64_t key_head = key_head_of(params, task.head_begin);
     for (std::int64_t first = task.token_begin; first < task.token_end; first += kTokens) {
       const std::int64_t count = min_of(kTokens, task.token_end - first);
-      load_key_operands(params, row, key_head, first, count, work.key);
       for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
+        if (is_first_of_key_head(head)) {
+          load_key_operands(params, row, key_head_of(params, head), first, count, work.key);
+        }
         save_chunk_state(head, first);
         run_chunk(head, first, count);
       }

@@ -23,8 +23,12 @@ GDN_INLINE void copy_row(const T* x, std::int64_t dim, std::int64_t padded, floa
 }
 // A row of bf16 as it is; engines that multiply in bf16 take no other activations.
 GDN_INLINE void copy_row(const BFloat16* x, std::int64_t dim, std::int64_t padded, BFloat16* row) {
-  std::memcpy(row, x, static_cast<std::size_t>(dim) * sizeof(BFloat16));
-  std::memset(row + dim, 0, static_cast<std::size_t>(padded - dim) * sizeof(BFloat16));
+  constexpr std::int64_t kWords = 32;
+  std::int64_t i = 0;
+  for (; i + kWords <= dim; i += kWords) std::memcpy(row + i, x + i, kWords * sizeof(BFloat16));
+  if (i == padded) return;
+  std::memset(row + i, 0, static_cast<std::size_t>(padded - i) * sizeof(BFloat16));
+  std::memcpy(row + i, x + i, static_cast<std::size_t>(dim - i) * sizeof(BFloat16));
 }
 
 template <class Element>

@@ -12,6 +12,17 @@
 namespace gdn::cpu::GDN_ISA {
 namespace {
 
+// Rows of the next chunk, that its memory may be asked for while this one is computed: a head's rows lie a token's
+// heads apart, which the processor's own prefetcher does not follow.
+struct NextRows {
+  struct Operand {
+    const void* data;  // of row 0
+    std::int64_t stride, bytes;
+  };
+  Operand operands[4];  // of q, k, v and o; of no bytes where another task asks
+  std::int64_t count;
+};
+
 // One panel of columns of one head and a segment of a chunk.
 template <class Engine>
 struct PanelTask {
@@ -20,6 +31,7 @@ struct PanelTask {
   const KeyOperands<Engine>& key;
   const ChunkOperands<Engine>& chunk;
   const Segment& segment;
+  const NextRows& next;
   std::int64_t keys;       // padded
   std::int64_t v_index;    // of the panel's first column in the chunk's first token
   std::int64_t out_index;  // the same
@@ -115,9 +127,20 @@ GDN_INLINE void store_delta(const PanelTask<Engine>& task, std::int64_t row, Vec
   }
 }
 
+// Asks for rows [row, row + kRows) of the next chunk.
+template <int kRows>
+GDN_INLINE void prefetch_rows(const NextRows& next, std::int64_t row) {
+  for (std::int64_t i = row; i < min_of(row + kRows, next.count); ++i) {
+    for (const NextRows::Operand& x : next.operands) {
+      if (x.bytes > 0) prefetch(x.data, i * x.stride, x.bytes);
+    }
+  }
+}
+
 template <class Engine, int kRows, int kVectors>
 GDN_INLINE void delta_tile(const PanelTask<Engine>& task, std::int64_t row, Vec& check) {
   Vec x[kRows][kVectors];
+  prefetch_rows<kRows>(task.next, row);
   multiply_state(task, task.key.k, row, x);
   start_rows(task, row, x);
   const float* mixing = task.chunk.mixing + row * kTokens;

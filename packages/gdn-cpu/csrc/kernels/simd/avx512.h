@@ -55,8 +55,15 @@ GDN_INLINE __m512i high_halves(__m512i a, __m512i b) {
   return _mm512_permutex2var_epi16(a, word_pairs, b);
 }
 GDN_INLINE __m256i narrow(Vec x, BFloat16) {
+#if defined(__AVX512BF16__)
+  const __m256bh words = _mm512_cvtneps_pbh(x.v);
+  __m256i bits;
+  std::memcpy(&bits, &words, sizeof bits);
+  return bits;
+#else
   const __m512i rounded = round_to_bfloat16(x);
   return _mm512_castsi512_si256(high_halves(rounded, rounded));
+#endif
 }
 GDN_INLINE __m256i narrow(Vec x, Float16) { return _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT); }
 
