@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementations a test runs on, and what every test starts from.
 
-``GDN_REQUIRE=cpu`` (a comma list) fails the run where a backend is missing, instead of skipping its tests.
+``GDN_REQUIRE=cpu`` (a comma list) fails the run where a backend is missing, instead of skipping its tests;
+``GDN_REQUIRE_LEVELS=baseline,x86_v3`` fails it where gdn-cpu supports other levels than these. ``--one-in=N`` runs one
+of N parts of the tests, chosen by their names and so always the same, on machines where all of them would take hours.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -70,6 +73,28 @@ def pytest_configure(config: pytest.Config) -> None:
     missing = [reason for name in required if (reason := _missing(name)) is not None]
     if missing:
         raise pytest.UsageError(f"GDN_REQUIRE={','.join(required)}, but {'; '.join(missing)}")
+    _check_levels(os.environ.get("GDN_REQUIRE_LEVELS", ""))
+
+
+def _check_levels(required: str) -> None:
+    if not required:
+        return
+    import gdn_cpu
+
+    supported = ",".join(level.name for level in gdn_cpu.levels() if level.supported)
+    if supported != required:
+        raise pytest.UsageError(f"GDN_REQUIRE_LEVELS={required}, but gdn-cpu supports {supported}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help="run the same one of N parts of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parts = config.getoption("--one-in")
+    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != 0]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == 0]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -227,8 +227,9 @@ def test_a_forked_child_computes_right_and_alone(cpu_backend):
         expected = run_all()
         pid = os.fork()
         if pid == 0:
+            alone = num_tasks()  # an emulator may have a thread of its own
             results = run_all()
-            os._exit(0 if num_tasks() == 1 and same(results, expected) else 1)
+            os._exit(0 if num_tasks() == alone and same(results, expected) else 1)
         deadline = time.monotonic() + 20
         while (state := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -3,7 +3,7 @@
 """One command for everything that a checkout needs. It makes .venv, installs what is pinned, and then runs.
 
     python3 tools/dev.py demo [options of gdn demo]
-    python3 tools/dev.py test [--full] [options of pytest]
+    python3 tools/dev.py test [--full] [--arch MACHINE] [options of pytest]
     python3 tools/dev.py lint
     python3 tools/dev.py build
     python3 tools/dev.py setup

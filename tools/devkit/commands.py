@@ -5,15 +5,19 @@ import argparse
 import os
 import shutil
 import subprocess
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from devkit import environment
-from devkit.console import ROOT, Problem, Stages, check, explain, run, say
+from devkit import environment, system
+from devkit.console import ROOT, Problem, Stages, Unavailable, check, explain, run, say
 from devkit.environment import BIN, NATIVE_PACKAGES, PYTHON, WITH_TOOLS
+from devkit.machines import MACHINES, run_tests_on
+from devkit.testing import run_tests
 
 DIST = ROOT / "dist"
+# The exit status for what cannot be done on this machine, as test drivers have it.
+SKIPPED = 77
 PACKAGES = ("gdn-core", *NATIVE_PACKAGES)
 # Objects of the wheels' own build stay here, for the instruction-set check.
 WHEEL_BUILD = ROOT / "build" / "wheels"
@@ -30,11 +34,14 @@ def main(arguments: Sequence[str]) -> int:
         if options.command == "demo":
             return run([BIN / "gdn", "demo", *rest])
         if options.command == "test":
-            return _test_everything(rest) if options.full else _test(["-m", "not slow", *rest])
+            return _test(options, rest)
         if options.command == "lint":
             lint()
         if options.command == "build":
             build()
+    except Unavailable as reason:
+        explain(reason)
+        return SKIPPED
     except Problem as problem:
         explain(problem)
         return 1
@@ -54,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     test.add_argument(
         "--full", action="store_true", help="also slow tests, lint, planted faults, wheels, cross compile, sanitizers"
     )
+    test.add_argument(
+        "--arch",
+        choices=MACHINES,
+        help="on an emulated machine: its own selection, with --full a larger one, or what pytest's options name",
+    )
     commands.add_parser("lint", help="every check of .pre-commit-config.yaml, on all files", allow_abbrev=False)
     commands.add_parser(
         "build", help="sdists, wheels from the sdists into dist/, and the checks on them", allow_abbrev=False
@@ -66,25 +78,6 @@ def lint() -> None:
     if not (ROOT / ".git").exists():
         raise Problem("lint looks at the files that git tracks, and this is not a git checkout.")
     check([PYTHON, "-m", "pre_commit", "run", "--all-files", "--show-diff-on-failure"], WITH_TOOLS)
-
-
-def _test(arguments: Sequence[str]) -> int:
-    report = ROOT / "build" / "reports" / "tests.xml"
-    report.unlink(missing_ok=True)
-    status = run([PYTHON, "-m", "pytest", f"--junitxml={report}", *arguments])
-    if report.exists():
-        print(_counts(report), flush=True)
-    return status
-
-
-def _counts(report: Path) -> str:
-    """Return pytest's counts in one line, the skips among them: a green run must not hide what it left out."""
-    total = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-        for name in total:
-            total[name] += int(suite.get(name, "0"))
-    failed = total["failures"] + total["errors"]
-    return f"tests: {total['tests'] - failed - total['skipped']} passed, {failed} failed, {total['skipped']} skipped"
 
 
 def build() -> None:
@@ -106,18 +99,30 @@ def build() -> None:
         check([PYTHON, "tools/check_isa_leaks.py", WHEEL_BUILD / "gdn-cpu"])
 
 
+def _test(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if options.arch:
+        return run_tests_on(options.arch, arguments, options.full)
+    return _test_everything(arguments) if options.full else run_tests(["-m", "not slow", *arguments])
+
+
 def _test_everything(arguments: Sequence[str]) -> int:
     stages = Stages()
     stages.run("lint", lint)
-    stages.run("tests, slow ones too", lambda: _require_success(_test(arguments)))
+    stages.run("tests, slow ones too", lambda: _require_success(run_tests(arguments)))
     stages.run("planted faults", lambda: check([PYTHON, "tools/mutants.py"]))
     stages.run("sdists, wheels and their checks", build)
     stages.run("wheels in empty environments", lambda: check([PYTHON, "tools/check_install.py", DIST]))
     if NATIVE_PACKAGES:
         stages.run("cross compile for Arm", cross_compile)
+        for name in MACHINES:
+            stages.run(f"tests on {name}", partial(_test_on, name))
         stages.run("address and undefined-behaviour sanitizers", sanitize)
     print(stages.table(), flush=True)
     return 1 if stages.failed else 0
+
+
+def _test_on(name: str) -> None:
+    _require_success(run_tests_on(name, (), full=True))
 
 
 def _require_success(status: int) -> None:
@@ -125,23 +130,12 @@ def _require_success(status: int) -> None:
         raise Problem(f"pytest ended with status {status}.")
 
 
-def cross_compile() -> str | None:
+def cross_compile() -> None:
     """Compile the kernels and the run-time code for 64-bit Arm."""
-    compiler = "aarch64-linux-gnu-g++"
-    if not shutil.which(compiler) and not _apt_install("g++-aarch64-linux-gnu"):
-        return f"skipped: no {compiler} (Debian, Ubuntu: apt install g++-aarch64-linux-gnu)"
+    system.need({"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"}, "compiling for Arm")
     check([BIN / "cmake", "--preset", "aarch64"], WITH_TOOLS)
     check([BIN / "cmake", "--build", "--preset", "aarch64"], WITH_TOOLS)
     check([PYTHON, "tools/check_isa_leaks.py", "build/aarch64"])
-    return None
-
-
-def _apt_install(package: str) -> bool:
-    if not shutil.which("apt-get") or os.geteuid() != 0:
-        return False
-    say(f"installing {package} with apt")
-    run(["apt-get", "-qq", "update"])
-    return run(["apt-get", "-qq", "install", "-y", "--no-install-recommends", package]) == 0
 
 
 def sanitize() -> str | None:

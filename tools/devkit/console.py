@@ -20,6 +20,10 @@ class Problem(Exception):
         self.remedy = remedy
 
 
+class Unavailable(Problem):
+    """What this machine cannot do through no fault of the checkout: a stage says so and goes on."""
+
+
 def say(message: str) -> None:
     """Print one line of progress."""
     prefix = "\033[1mdev:\033[0m" if sys.stdout.isatty() else "dev:"
@@ -61,6 +65,9 @@ class Stages:
         start = time.monotonic()
         try:
             result = stage() or "ok"
+        except Unavailable as reason:
+            explain(reason)
+            result = f"skipped: {reason}"
         except Problem as problem:
             explain(problem)
             result = "FAILED"

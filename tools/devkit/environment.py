@@ -133,17 +133,17 @@ def _check_venv() -> None:
         )
     if _capture([PYTHON, "-m", "pip", "--version"]) is None:
         check([PYTHON, "-m", "ensurepip"])
-    if _installed_version("pip") is None or _pip_is_old():
+    if installed_version("pip") is None or _pip_is_old():
         _pip_install(["-qq", PIP], "pip")
 
 
 def _pip_is_old() -> bool:
-    numbers = (_installed_version("pip") or "0").split(".")[:2]
+    numbers = (installed_version("pip") or "0").split(".")[:2]
     return tuple(int(number) for number in numbers) < (25, 1)
 
 
 def _install_torch() -> None:
-    found = _installed_version("torch")
+    found = installed_version("torch")
     if found is not None and found.split("+")[0] == TORCH_VERSION:
         return
     say(f"installing torch {TORCH_VERSION}, CPU build (about 200 MB to download)")
@@ -185,8 +185,8 @@ def _install_packages() -> None:
     """Install gdn-core in place, and the native packages as copies: so tests run what a wheel would hold."""
     installed = json.loads(STAMP.read_text()) if STAMP.exists() else {}
     for package in ("gdn-core", *NATIVE_PACKAGES):
-        fingerprint = _fingerprint(package)
-        if installed.get(package) == fingerprint and _installed_version(package) is not None:
+        made_from = fingerprint(package)
+        if installed.get(package) == made_from and installed_version(package) is not None:
             continue
         path = ROOT / "packages" / package
         say(f"compiling {package}" if package in NATIVE_PACKAGES else f"installing {package}")
@@ -195,11 +195,11 @@ def _install_packages() -> None:
         options = ["-qq", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
         if run([PYTHON, "-m", "pip", "install", *options, *target], WITH_TOOLS) != 0:
             raise Problem(f"{package} did not build.", "The compiler's or pip's own words are above.")
-        installed[package] = fingerprint
+        installed[package] = made_from
         STAMP.write_text(json.dumps(installed, indent=1))
 
 
-def _fingerprint(package: str) -> str:
+def fingerprint(package: str) -> str:
     """Hash what an installed package was made from."""
     folder = ROOT / "packages" / package
     if package in NATIVE_PACKAGES:
@@ -231,7 +231,8 @@ def _pip_install(arguments: Sequence[str | Path], what: str) -> None:
         raise Problem(f"pip could not install {what}.", _OFFLINE_REMEDY)
 
 
-def _installed_version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Return the version of a package in .venv, or None."""
     return _capture([PYTHON, "-c", f"from importlib.metadata import version; print(version({package!r}))"])
 
 

@@ -3,6 +3,7 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <dlfcn.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #elif defined(__aarch64__)
@@ -43,6 +44,17 @@ constexpr std::uint64_t kYmm = 0b110;               // SSE, AVX
 constexpr std::uint64_t kZmm = 0b111u << 5 | kYmm;  // opmask, upper halves, upper registers
 constexpr std::uint64_t kTiles = 0b11u << 17;       // tile configuration, tile data
 
+using ArchPrctl = long (*)(int code, unsigned long argument);
+
+// The AMX emulator of this project's tests, where it is loaded into the process: null everywhere else. The instructions
+// then work, but no program can change what CPUID says, so the emulator is asked by name.
+ArchPrctl amx_emulator() { return reinterpret_cast<ArchPrctl>(dlsym(RTLD_DEFAULT, "amx_emulator_arch_prctl")); }
+
+long arch_prctl(int code, unsigned long argument) {
+  if (const ArchPrctl emulated = amx_emulator()) return emulated(code, argument);
+  return syscall(SYS_arch_prctl, code, argument);
+}
+
 CpuFeatures detect() {
   const Registers basic = cpuid(1, 0);
   const Registers extended = cpuid(7, 0);
@@ -55,7 +67,8 @@ CpuFeatures detect() {
                       bit(extended.ebx, 30) && bit(extended.ebx, 31);
   f.x86_v4 = f.x86_v3 && all(state, kZmm) && avx512;
   f.x86_v4_bf16 = f.x86_v4 && bit(extended1.eax, 5) && bit(extended.ecx, 11);
-  f.x86_amx = f.x86_v4_bf16 && all(state, kTiles) && bit(extended.edx, 24) && bit(extended.edx, 22);
+  const bool amx = all(state, kTiles) && bit(extended.edx, 24) && bit(extended.edx, 22);
+  f.x86_amx = f.x86_v4_bf16 && (amx || amx_emulator() != nullptr);
   return f;
 }
 
@@ -80,16 +93,17 @@ CpuFeatures detect() { return {}; }
 
 std::string request_amx() {
 #if defined(__x86_64__)
-  constexpr long kGetPermission = 0x1022;      // ARCH_GET_XCOMP_PERM
-  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
-  constexpr long kTileData = 18;
+  constexpr int kGetPermission = 0x1022;      // ARCH_GET_XCOMP_PERM
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr unsigned long kTileData = 18;
   if (!cpu_features().x86_amx) return "the CPU or its operating system has no AMX";
   std::uint64_t granted = 0;
   const auto is_granted = [&] {
-    return syscall(SYS_arch_prctl, kGetPermission, &granted) == 0 && (granted >> kTileData & 1u) != 0;
+    return arch_prctl(kGetPermission, reinterpret_cast<unsigned long>(&granted)) == 0 &&
+           (granted >> kTileData & 1u) != 0;
   };
   if (is_granted()) return "";
-  syscall(SYS_arch_prctl, kRequestPermission, kTileData);
+  arch_prctl(kRequestPermission, kTileData);
   return is_granted() ? "" : "the operating system refused the use of AMX tiles";
 #else
   return "not an x86-64 CPU";

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines that are not here: how to run the tests as if on one of them, and which.
+
+Each has to report exactly the instruction-set levels that are listed here, or its run fails before the first test.
+"""
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from devkit import aarch64, qemu
+from devkit.console import ROOT, Unavailable
+from devkit.environment import PYTHON
+from devkit.testing import run_tests
+
+AMX_EMULATOR = ROOT / "tools" / "amx_emulator" / "build.py"
+
+# What a level of the CPU kernels promises: tests that run in one process, and whose id says which level runs.
+KERNEL_TESTS = (
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_contract_*.py")),
+    "tests/test_speculative.py",
+    *(f"tests/test_field_reports_{part}.py" for part in ("layout", "numerics", "state")),
+)
+
+
+class Machine(NamedTuple):
+    """One of them."""
+
+    levels: tuple[str, ...]
+    prepare: Callable[[], tuple[Path, Mapping[str, str]]]  # returns its Python, and the environment for that
+    tests: tuple[str, ...]  # what pytest runs by default
+    more_tests: tuple[str, ...]  # and with --full
+
+
+def run_tests_on(name: str, arguments: Sequence[str], full: bool) -> int:
+    """Run tests on a machine, those that pytest's arguments name or else its own, and return pytest's status."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise Unavailable(f"{name} is emulated on x86-64 Linux only.", "Run the tests without --arch here.")
+    machine = MACHINES[name]
+    python, environment = machine.prepare()
+    required = {"GDN_REQUIRE": "cpu", "GDN_REQUIRE_LEVELS": ",".join(machine.levels)}
+    tests = arguments or (machine.more_tests if full else machine.tests)
+    return run_tests(["-p", "no:cacheprovider", *tests], python, {**environment, **required}, f"tests-{name}")
+
+
+def _arm() -> tuple[Path, Mapping[str, str]]:
+    return aarch64.python(), {}
+
+
+def _older_x86(name: str, cpu: str) -> tuple[Path, Mapping[str, str]]:
+    return qemu.python_of_this_architecture(ROOT / "build" / "machines" / name, cpu), {}
+
+
+def _amx() -> tuple[Path, Mapping[str, str]]:
+    built = subprocess.run([PYTHON, AMX_EMULATOR], stdout=subprocess.PIPE, text=True, check=False)
+    if built.returncode != 0:
+        raise Unavailable("the AMX emulator could not be built.")
+    if subprocess.run([PYTHON, "-c", _HAS_LEVEL_BELOW_AMX], check=False).returncode != 0:
+        raise Unavailable("this CPU has no AVX512-BF16, which the AMX kernels use too and nothing here emulates.")
+    return PYTHON, {"LD_PRELOAD": built.stdout.strip(), "AMX_EMULATOR_STRICT": "1", "GDN_CPU_ISA": "x86_amx"}
+
+
+_HAS_LEVEL_BELOW_AMX = """
+import sys, gdn_cpu
+sys.exit(not any(level.supported for level in gdn_cpu.levels() if level.name == "x86_v4_bf16"))
+"""
+
+
+def _kernel_tests(which: str, *options: str) -> tuple[str, ...]:
+    return (*KERNEL_TESTS, "-m", "not slow", "-k", which, *options)
+
+
+_AMX_TESTS = _kernel_tests("cpu-x86_amx or test_gdn_cpu", "tests/test_amx_emulator.py")
+
+MACHINES: Mapping[str, Machine] = {
+    "aarch64": Machine(
+        ("baseline", "arm_bf16"),
+        _arm,
+        _kernel_tests("cpu- or test_binding", "tests/test_binding.py", "--one-in=4", "-n2"),
+        _kernel_tests("cpu- or test_binding or test_threads", "tests/test_binding.py", "tests/test_threads.py", "-n2"),
+    ),
+    # AVX2 without AVX-512.
+    "x86_v3": Machine(
+        ("baseline", "x86_v3"),
+        lambda: _older_x86("x86_v3", "max"),
+        _kernel_tests("cpu-x86_v3", "--one-in=12"),
+        _kernel_tests("cpu-x86_v3", "-n2"),
+    ),
+    # SSE4.2, the least that numpy starts on.
+    "x86_baseline": Machine(
+        ("baseline",),
+        lambda: _older_x86("x86_baseline", "Nehalem"),
+        _kernel_tests("cpu-baseline", "--one-in=12"),
+        _kernel_tests("cpu-baseline", "-n2"),
+    ),
+    "x86_amx": Machine(("baseline", "x86_v3", "x86_v4", "x86_v4_bf16", "x86_amx"), _amx, _AMX_TESTS, _AMX_TESTS),
+}
