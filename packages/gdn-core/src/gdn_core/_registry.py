@@ -24,6 +24,7 @@ DECODE_KERNELS = ("cuda", "triton")
 ENVIRONMENT = {
     "GDN_BACKEND": ("NAME", "force a backend: cpu, cuda, reference"),
     "GDN_CPU_ISA": ("LEVEL", "cap gdn-cpu's instruction-set level (`gdn info` lists them)"),
+    "GDN_CPU_GEMM": ("ENGINE", "force what multiplies bf16 in gdn-cpu's chunked prefill (`gdn info` names it)"),
     "GDN_DECODE_KERNEL": ("NAME", "what runs the fused decode on CUDA: cuda or triton (no effect yet)"),
     "GDN_DEBUG": ("1", "check more, at the price of speed"),
     "GDN_SKIP_VERSION_CHECK": ("1", "accept a backend of another version"),

@@ -6,10 +6,12 @@
 
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "dispatch/levels.h"
 #include "ops.h"
+#include "runtime/chunk_plan.h"
 #include "runtime/openmp.h"
 
 namespace nb = nanobind;
@@ -30,6 +32,36 @@ void set_level(const std::string& name) {
   if (!gdn::cpu::set_level(name)) gdn::raise_value("level: no level of this architecture is called '" + name + "'");
 }
 
+std::vector<std::string> chunk_engines() {
+  std::vector<std::string> names;
+  for (const gdn::cpu::ChunkKernel* kernel : gdn::cpu::active_level().chunk_kernels) names.emplace_back(kernel->engine);
+  return names;
+}
+
+std::string chunk_engine(bool is_bfloat16) {
+  const gdn::cpu::ChunkKernel* kernel = gdn::cpu::chunk_kernel(is_bfloat16);
+  return kernel != nullptr ? kernel->engine : "";
+}
+
+void set_gemm(const std::string& name) {
+  if (!gdn::cpu::set_gemm(name)) gdn::raise_value("name: no level of this architecture has an engine '" + name + "'");
+}
+
+using ChainRow = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+
+std::tuple<std::vector<double>, std::vector<ChainRow>> chunk_plan(std::vector<std::int64_t> lengths,
+                                                                  std::int64_t num_key_heads,
+                                                                  std::int64_t num_value_heads, std::int64_t key_dim,
+                                                                  std::int64_t value_dim, int threads) {
+  const gdn::cpu::ChunkPlan plan =
+      gdn::cpu::plan_chunks({std::move(lengths), num_key_heads, num_value_heads, key_dim, value_dim, threads});
+  std::vector<ChainRow> chains;
+  for (const gdn::cpu::ChunkChain& chain : plan.chains) {
+    chains.emplace_back(chain.sequence, chain.head_begin, chain.head_end, chain.v_begin, chain.v_end, chain.length);
+  }
+  return {gdn::cpu::simulate(plan, threads), chains};
+}
+
 }  // namespace
 
 NB_MODULE(_C, m) {
@@ -39,7 +71,14 @@ NB_MODULE(_C, m) {
         "(name, level whose kernels it runs, why it cannot run here or '') of each level, lowest first.");
   m.def("active_level", [] { return std::string(gdn::cpu::active_level().name); });
   m.def("set_level", &set_level, "name"_a, "Cap the level; an empty name restores the cap of GDN_CPU_ISA.");
-  m.def("environment_error", &gdn::cpu::environment_error, "What is wrong with GDN_CPU_ISA, or ''.");
+  m.def("chunk_engines", &chunk_engines, "The engines of the chunked rule at the level in use, the preferred one first.");
+  m.def("chunk_engine", &chunk_engine, "is_bfloat16"_a,
+        "The engine that multiplies in the chunked rule for activations of bf16, or others; '' where none can.");
+  m.def("set_gemm", &set_gemm, "name"_a, "Force that engine for bf16; an empty name restores GDN_CPU_GEMM.");
+  m.def("forced_gemm", &gdn::cpu::forced_gemm, "The forced engine, or ''.");
+  m.def("chunk_plan", &chunk_plan, "lengths"_a, "num_key_heads"_a, "num_value_heads"_a, "key_dim"_a, "value_dim"_a,
+        "threads"_a, "Estimated work of each thread, and (sequence, heads, columns, tokens) of each chain of chunks.");
+  m.def("environment_error", &gdn::cpu::environment_error, "What is wrong with GDN_CPU_ISA or GDN_CPU_GEMM, or ''.");
   m.def("openmp", [] { return gdn::cpu::openmp().library; }, "Path of the OpenMP runtime in use, or ''.");
   m.def(
       "use_exchange_api", [](bool enabled) { gdn::TorchTypes::get().use_exchange_api(enabled); }, "enabled"_a,

@@ -129,10 +129,13 @@ void zero_uncovered(const RecurrenceParams& params, const RowPlan& plan, std::in
 // Few elements do not average their rounding to bf16, and gain nothing from it.
 constexpr std::int64_t kFewestForBFloat16 = 32;
 
-const ChunkKernel& chunk_kernel(const KernelTable& kernels, const RecurrenceParams& params) {
+const ChunkKernel& chunk_kernel_of(const RecurrenceParams& params) {
   const bool has_size = params.key_dim >= kFewestForBFloat16 && params.value_dim >= kFewestForBFloat16;
-  const bool is_bfloat16 = params.q.dtype == DType::kBFloat16 && has_size;
-  return is_bfloat16 && kernels.chunk_of_bfloat16 != nullptr ? *kernels.chunk_of_bfloat16 : *kernels.chunk;
+  const ChunkKernel* kernel = chunk_kernel(has_size && params.q.dtype == DType::kBFloat16);
+  if (kernel == nullptr) {
+    raise_value("GDN_CPU_GEMM: level " + std::string(active_level().name) + " has no engine '" + forced_gemm() + "'");
+  }
+  return *kernel;
 }
 
 }  // namespace
@@ -146,11 +149,12 @@ void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_ba
   params.source_slots = plan.sources.data();
   params.destination_slots = plan.destinations.data();
   const KernelTable& kernels = *active_level().kernels;
+  const ChunkKernel* chunk = method == Method::kChunked ? &chunk_kernel_of(params) : nullptr;
   const int threads = num_threads();
   nb::gil_scoped_release unlocked;
   zero_uncovered(params, plan, tokens_per_batch);
-  if (method == Method::kTokenByToken) return run_recurrence(kernels, params, live, threads);
-  run_chunked(kernels, chunk_kernel(kernels, params), params, live, threads);
+  if (chunk == nullptr) return run_recurrence(kernels, params, live, threads);
+  run_chunked(kernels, *chunk, params, live, threads);
 }
 
 }  // namespace gdn::cpu

@@ -3,17 +3,12 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 
 #include "dispatch/cpu_features.h"
 
 namespace gdn::cpu {
 namespace {
-
-// The kernels of a level that has only the chunked rule of its own.
-[[maybe_unused]] KernelTable with_chunk(KernelTable below, const ChunkKernel& chunk) {
-  below.chunk_of_bfloat16 = &chunk;
-  return below;
-}
 
 #if defined(__x86_64__)
 
@@ -21,18 +16,26 @@ std::vector<Level> list_levels() {
   const CpuFeatures& cpu = cpu_features();
   const auto reason = [](bool supported, const char* needs) { return supported ? std::string() : std::string(needs); };
   std::vector<Level> all;
-  all.push_back({"baseline", "", &baseline::kTable});
+  all.push_back({"baseline", "", &baseline::kTable, {baseline::kTable.chunk}});
 #if defined(GDN_HAVE_X86_V3)
-  all.push_back({"x86_v3", reason(cpu.x86_v3, "needs AVX2, FMA, F16C and BMI2"), &x86_v3::kTable});
+  all.push_back(
+      {"x86_v3", reason(cpu.x86_v3, "needs AVX2, FMA, F16C and BMI2"), &x86_v3::kTable, {x86_v3::kTable.chunk}});
 #endif
 #if defined(GDN_HAVE_X86_V4)
-  all.push_back({"x86_v4", reason(cpu.x86_v4, "needs AVX-512 F, BW, DQ, VL and CD"), &x86_v4::kTable});
-#if defined(GDN_HAVE_X86_V4_BF16)
-  static const KernelTable bf16 = with_chunk(x86_v4::kTable, x86_v4_bf16::kChunkOfBFloat16);
-  all.push_back({"x86_v4_bf16", reason(cpu.x86_v4_bf16, "needs AVX512-BF16 and VNNI"), &bf16});
+  all.push_back(
+      {"x86_v4", reason(cpu.x86_v4, "needs AVX-512 F, BW, DQ, VL and CD"), &x86_v4::kTable, {x86_v4::kTable.chunk}});
 #endif
-  const std::string amx = cpu.x86_amx ? amx_permission_error() : "needs AMX-TILE and AMX-BF16";
-  all.push_back({"x86_amx", amx, &bf16});
+#if defined(GDN_HAVE_X86_V4_BF16)
+  all.push_back({"x86_v4_bf16",
+                 reason(cpu.x86_v4_bf16, "needs AVX512-BF16 and VNNI"),
+                 &x86_v4::kTable,
+                 {&x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk}});
+#endif
+#if defined(GDN_HAVE_X86_AMX)
+  all.push_back({"x86_amx",
+                 cpu.x86_amx ? amx_permission_error() : "needs AMX-TILE and AMX-BF16",
+                 &x86_v4::kTable,
+                 {&x86_amx::kChunkOfBFloat16, &x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk}});
 #endif
   return all;
 }
@@ -40,13 +43,20 @@ std::vector<Level> list_levels() {
 #elif defined(__aarch64__)
 
 std::vector<Level> list_levels() {
-  const std::string reason = cpu_features().arm_bf16 ? "" : "needs BF16, ASIMDDP and ASIMDHP";
-  return {{"baseline", "", &baseline::kTable}, {"arm_bf16", reason, &baseline::kTable}};
+  std::vector<Level> all;
+  all.push_back({"baseline", "", &baseline::kTable, {baseline::kTable.chunk}});
+#if defined(GDN_HAVE_ARM_BF16)
+  all.push_back({"arm_bf16",
+                 cpu_features().arm_bf16 ? "" : "needs BF16, ASIMDDP and ASIMDHP",
+                 &baseline::kTable,
+                 {&arm_bf16::kChunkOfBFloat16, baseline::kTable.chunk}});
+#endif
+  return all;
 }
 
 #else
 
-std::vector<Level> list_levels() { return {{"baseline", "", &baseline::kTable}}; }
+std::vector<Level> list_levels() { return {{"baseline", "", &baseline::kTable, {baseline::kTable.chunk}}}; }
 
 #endif
 
@@ -93,7 +103,7 @@ const std::vector<Level>& levels() {
 
 const char* kernels_of(const Level& level) {
   for (const Level& candidate : levels()) {
-    if (candidate.kernels == level.kernels) return candidate.name;
+    if (candidate.kernels == level.kernels && candidate.chunk_kernels == level.chunk_kernels) return candidate.name;
   }
   return level.name;
 }
@@ -111,14 +121,78 @@ bool set_level(const std::string& name) {
   return true;
 }
 
+namespace {
+
+const char* engine_of(const Level& level, const std::string& name) {
+  for (const ChunkKernel* kernel : level.chunk_kernels) {
+    if (name == kernel->engine) return kernel->engine;
+  }
+  return nullptr;
+}
+
+// The name as its kernel has it, which lives as long as the process; null: no level has such an engine.
+const char* engine_named(const std::string& name) {
+  for (const Level& level : levels()) {
+    if (const char* engine = engine_of(level, name)) return engine;
+  }
+  return nullptr;
+}
+
+std::string environment_gemm() {
+  const char* value = std::getenv("GDN_CPU_GEMM");
+  return value != nullptr ? value : "";
+}
+
+// Null: none is forced.
+std::atomic<const char*>& forced() {
+  static std::atomic<const char*> engine{engine_named(environment_gemm())};
+  return engine;
+}
+
+std::string level_error() {
+  const std::string cap = environment_cap();
+  if (cap.empty() || find(cap) >= 0) return "";
+  std::string text = "GDN_CPU_ISA: expected one of ";
+  for (const Level& level : levels()) text += std::string(&level == &levels().front() ? "" : ", ") + level.name;
+  return text + ", got '" + cap + "'";
+}
+
+std::string gemm_error() {
+  const std::string name = environment_gemm();
+  const Level& level = levels()[static_cast<std::size_t>(default_level())];
+  if (name.empty() || engine_of(level, name) != nullptr) return "";
+  std::string text = "GDN_CPU_GEMM: expected one of the engines of level " + std::string(level.name) + " (";
+  for (const ChunkKernel* kernel : level.chunk_kernels) {
+    text += std::string(kernel == level.chunk_kernels.front() ? "" : ", ") + kernel->engine;
+  }
+  return text + "), got '" + name + "'";
+}
+
+}  // namespace
+
+const ChunkKernel* chunk_kernel(bool is_bfloat16) {
+  const char* engine = is_bfloat16 ? forced().load(std::memory_order_relaxed) : nullptr;
+  for (const ChunkKernel* kernel : active_level().chunk_kernels) {
+    if (kernel->multiplies_bf16 && !is_bfloat16) continue;
+    if (engine == nullptr || std::strcmp(engine, kernel->engine) == 0) return kernel;
+  }
+  return nullptr;
+}
+
+bool set_gemm(const std::string& name) {
+  const char* engine = engine_named(name.empty() ? environment_gemm() : name);
+  if (engine == nullptr && !name.empty()) return false;
+  forced().store(engine, std::memory_order_relaxed);
+  return true;
+}
+
+std::string forced_gemm() {
+  const char* engine = forced().load(std::memory_order_relaxed);
+  return engine != nullptr ? engine : "";
+}
+
 const std::string& environment_error() {
-  static const std::string error = [] {
-    const std::string cap = environment_cap();
-    if (cap.empty() || find(cap) >= 0) return std::string();
-    std::string text = "GDN_CPU_ISA: expected one of ";
-    for (const Level& level : levels()) text += std::string(&level == &levels().front() ? "" : ", ") + level.name;
-    return text + ", got '" + cap + "'";
-  }();
+  static const std::string error = level_error().empty() ? gemm_error() : level_error();
   return error;
 }
 

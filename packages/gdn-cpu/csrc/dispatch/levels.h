@@ -13,10 +13,11 @@ namespace gdn::cpu {
 struct Level {
   const char* name;
   std::string reason;          // why it cannot run here; empty when it can
-  const KernelTable* kernels;  // a level without kernels of its own has those of the level below
+  const KernelTable* kernels;  // but for the chunked rule, a level may have those of the level below
+  std::vector<const ChunkKernel*> chunk_kernels;  // that can run at this level, the preferred one first
 };
 
-// The level whose kernels `level` runs: itself, or the one below that it has them from.
+// The level whose kernels `level` runs: itself, or the one below that it has all of them from.
 const char* kernels_of(const Level& level);
 
 // From the lowest to the highest level of this architecture.
@@ -29,7 +30,18 @@ const Level& active_level();
 // Returns false for a name that no level of this architecture has.
 bool set_level(const std::string& name);
 
-// What is wrong with GDN_CPU_ISA, or empty.
+// The kernel of the level in use for bf16 activations (others are never rounded to bf16, and take the first that
+// multiplies in fp32), or the one that GDN_CPU_GEMM or set_gemm forces. Null: the level in use has no such engine.
+const ChunkKernel* chunk_kernel(bool is_bfloat16);
+
+// Force the engine of the chunked rule's products; empty restores what GDN_CPU_GEMM says. Returns false for a name that
+// no level of this architecture has.
+bool set_gemm(const std::string& name);
+
+// The forced engine, or empty.
+std::string forced_gemm();
+
+// What is wrong with GDN_CPU_ISA or GDN_CPU_GEMM, or empty.
 const std::string& environment_error();
 
 }  // namespace gdn::cpu

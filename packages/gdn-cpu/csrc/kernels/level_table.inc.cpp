@@ -10,7 +10,6 @@ const KernelTable kTable = {
     .gating = gating,
     .rms_norm_gated = rms_norm_gated,
     .chunk = &kPortableChunk,
-    .chunk_of_bfloat16 = nullptr,
 };
 
 }  // namespace gdn::cpu::GDN_ISA

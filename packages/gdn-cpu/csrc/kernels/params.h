@@ -203,8 +203,7 @@ struct KernelTable {
                      std::int64_t v_end, RecurrenceScratch& scratch);
   void (*gating)(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
   void (*rms_norm_gated)(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
-  const ChunkKernel* chunk;              // for activations of every dtype
-  const ChunkKernel* chunk_of_bfloat16;  // for those of bf16; null: the level has no instruction for them
+  const ChunkKernel* chunk;  // for activations of every dtype
 };
 
 // One getter per compiled level, each in its own namespace of the level's name.
@@ -223,6 +222,8 @@ GDN_DECLARE_LEVEL(x86_v4)
   extern const ChunkKernel kChunkOfBFloat16; \
   }
 GDN_DECLARE_CHUNK_LEVEL(x86_v4_bf16)
+GDN_DECLARE_CHUNK_LEVEL(x86_amx)
+GDN_DECLARE_CHUNK_LEVEL(arm_bf16)
 #undef GDN_DECLARE_CHUNK_LEVEL
 
 }  // namespace gdn::cpu

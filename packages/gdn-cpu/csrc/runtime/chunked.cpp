@@ -119,7 +119,8 @@ class ChunkedCall {
   ChunkedCall(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
               const Indices& sequences, int threads)
       : table_(table), chunk_(chunk), params_(params), sequences_(sequences) {
-    ChunkWork work{.num_key_heads = params.num_key_heads,
+    ChunkWork work{.lengths = {},
+                   .num_key_heads = params.num_key_heads,
                    .num_value_heads = params.num_value_heads,
                    .key_dim = params.key_dim,
                    .value_dim = params.value_dim,

@@ -13,7 +13,7 @@ from . import _C
 
 __version__ = _C.version()
 
-__all__ = ["Level", "isa_level", "levels", "openmp", "provider"]
+__all__ = ["Level", "gemm_engine", "gemm_engines", "isa_level", "levels", "openmp", "provider"]
 
 _NATIVE = (
     "fused_gdn_gating",
@@ -69,6 +69,39 @@ def isa_level(name: str) -> Iterator[str]:
         _C.set_level(before)
 
 
+def gemm_engines() -> list[str]:
+    """List the engines that can multiply bf16 in ``chunk_gated_delta_rule`` at the level in use, preferred first."""
+    return _C.chunk_engines()
+
+
+@contextmanager
+def gemm_engine(name: str) -> Iterator[str]:
+    """Force the engine that multiplies bf16 in ``chunk_gated_delta_rule`` for a block, in the whole process.
+
+    Activations of other dtypes are never rounded to bf16 and keep their engine; so do heads of fewer than 32 keys or
+    values.
+
+    Args:
+        name: ``portable`` (fp32 products on the level's vectors), ``avx512_bf16``, ``amx`` or ``arm_bf16``. A call at a
+            level that has no such engine raises ValueError.
+
+    Raises:
+        ValueError: no level of this architecture has an engine of that name.
+
+    Example:
+        >>> import gdn_cpu
+        >>> with gdn_cpu.gemm_engine("portable") as engine:
+        ...     engine
+        'portable'
+    """
+    before = _C.forced_gemm()
+    _C.set_gemm(name)
+    try:
+        yield name
+    finally:
+        _C.set_gemm(before)
+
+
 def openmp() -> str:
     """Return the path of the OpenMP runtime that the kernels share with torch; empty when there is none."""
     return _C.openmp()
@@ -95,6 +128,7 @@ class _Provider:
     def details(self) -> dict[str, str]:
         return {
             "levels": ", ".join(level.name for level in levels() if level.supported),
+            "products": f"{_C.chunk_engine(True)} for bf16, {_C.chunk_engine(False)} for fp32 and fp16",
             "OpenMP": openmp(),
             "tensors": "DLPack exchange table" if _C.has_exchange_api() else "__dlpack__",
         }

@@ -88,16 +88,24 @@ struct ChunkCall {
   // k^T of the segment's tokens: others would be multiplied by zero, which they may not survive.
   const typename Engine::Element* k_steps(const Segment& segment, std::int64_t count) const {
     if (segment.begin == 0 && segment.end == count) return work.key.k_steps;
-    const std::int64_t tokens = round_up(segment.end, kRowBlock);
     auto* steps = work.chunk.k_steps;
-    std::memcpy(steps, work.key.k_steps, sizeof(*steps) * static_cast<std::size_t>(tokens * keys));
-    for (std::int64_t token = 0; token < tokens; ++token) {
+    std::memcpy(steps, work.key.k_steps, sizeof(*steps) * static_cast<std::size_t>(kTokens * keys));
+    for (std::int64_t token = 0; token < round_up(count, kRowBlock); ++token) {
       if (token >= segment.begin && token < segment.end) continue;
-      for (std::int64_t key = 0; key < keys; ++key) {
-        steps[(token / Engine::kStep * keys + key) * Engine::kStep + token % Engine::kStep] = {};
-      }
+      for (std::int64_t key = 0; key < keys; ++key) steps[Engine::step_index(token, key, keys)] = {};
     }
     return steps;
+  }
+
+  // Steps of the state's update; u of tokens after the segment's last block counts as zero.
+  template <int kVectors>
+  std::int64_t update_steps(const Segment& segment, typename Engine::Element* u) const {
+    if constexpr (Engine::kHasTiles) {
+      const std::int64_t end = round_up(segment.end, kRowBlock), tokens = round_up(segment.end, 2 * kRowBlock);
+      clear_rows(u + end * kVectors * kLanes, (tokens - end) * kVectors * kLanes);
+      return tokens / Engine::kStep;
+    }
+    return round_up(segment.end, 4) / Engine::kStep;
   }
 
   // u of the tokens before the segment counts as zero.
@@ -120,16 +128,19 @@ struct ChunkCall {
     return {static_cast<const char*>(x.data) + index * size, x.token_stride * size, count * size};
   }
 
-  // What follows the chunk at `first`: the panel's columns of v and o, and once for all heads q and k.
+  // What is run after this chunk of this head: the next head, or the next chunk. The panel's columns of v and o, and
+  // with the first panel q and k of another key head.
   NextRows next_rows(std::int64_t head, std::int64_t first, std::int64_t column, std::int64_t width) const {
-    const std::int64_t token = first + kTokens;
+    const bool is_last = head + 1 == task.head_end;
+    const std::int64_t next_head = is_last ? task.head_begin : head + 1;
+    const std::int64_t token = is_last ? first + kTokens : first;
     NextRows next{};
     next.count = min_of(kTokens, task.token_end - token);
     if (next.count <= 0) return next;
-    next.operands[0] = next_operand(params.v, token, head, task.v_begin + column, width);
-    next.operands[1] = next_operand(params.out, token, head, task.v_begin + column, width);
-    if (column > 0 || !is_first_of_key_head(head)) return next;
-    const std::int64_t key_head = key_head_of(params, head);
+    next.operands[0] = next_operand(params.v, token, next_head, task.v_begin + column, width);
+    next.operands[1] = next_operand(params.out, token, next_head, task.v_begin + column, width);
+    if (column > 0 || !is_first_of_key_head(next_head)) return next;
+    const std::int64_t key_head = key_head_of(params, next_head);
     next.operands[2] = next_operand(params.q, token, key_head, 0, params.key_dim);
     next.operands[3] = next_operand(params.k, token, key_head, 0, params.key_dim);
     return next;
@@ -163,8 +174,14 @@ struct ChunkCall {
           .u_packed = work.chunk.u_packed + kTokens * column,
           .u_decayed = work.chunk.u_decayed + kTokens * column};
       run_rows<Engine, kVectors>(panel_task);
-      update_panel<Engine, kVectors>(keys, has_state, decay, k, panel_task.u_decayed,
-                                     round_up(segment.end, 4) / Engine::kStep, panel);
+      const Update<Engine> update{.keys = keys,
+                                  .has_state = has_state,
+                                  .decay = decay,
+                                  .k_steps = k,
+                                  .u = panel_task.u_decayed,
+                                  .steps = update_steps<kVectors>(segment, panel_task.u_decayed),
+                                  .sums = work.chunk.sums};
+      update_panel<Engine, kVectors>(update, panel);
     });
     has_state = true;
   }
@@ -210,6 +227,7 @@ void run_chunks(const RecurrenceParams& params, const ChunkTask& task, void* wor
                          .keys = padded_keys<Engine>(params.key_dim),
                          .columns = columns};
   arrange(call.work, workspace, params.key_dim, columns, task.head_end - task.head_begin);
+  [[maybe_unused]] const typename Engine::Session session;
   call.run();
 }
 

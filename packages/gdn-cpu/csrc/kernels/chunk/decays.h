@@ -97,6 +97,7 @@ void mix_tokens(const Segment& segment, const KeyOperands<Engine>& key, const Ch
       store(chunk.mixing + row + j, keep_tokens(mixing, token, begin, end));
       Engine::store_row(chunk.attention + row + j, keep_tokens(attention, token, begin, end));
     }
+    if constexpr (Engine::kHasTiles) clear_rows(chunk.attention + row + block_end, block_end % (2 * kRowBlock));
   }
 }
 

@@ -3,7 +3,6 @@
 // What the value heads of a key head share: q and k of a chunk as operands, their norms, k k^T and q k^T.
 #pragma once
 
-#include "../simd/transpose.h"
 #include "../token_block.h"
 #include "workspace.h"
 
@@ -61,34 +60,45 @@ void inverse_norms(const typename Engine::Element* rows, std::int64_t count, std
       sums[r] = zero();
       const typename Engine::Element* row = rows + (i + r) * padded;
       for (std::int64_t c = 0; c < padded; c += kLanes * Engine::kStep) {
-        const typename Engine::Packed x = Engine::load(row + c);
-        sums[r] = Engine::multiply_add(x, x, sums[r]);
+        sums[r] = Engine::add_squares(row + c, sums[r]);
       }
     }
     store(factors + i, div(set1(1.0f), square_root(add(sum_lanes(sums), set1(kNormEpsilon)))));
   }
 }
 
-// The right operand [rows, tokens] of k: a step of a token is one 32-bit word, so this transposes words.
+// The steps of kLanes tokens from `from` on, [tokens, padded], to a panel of a right operand.
+template <class Engine>
+GDN_INLINE void pack_tokens(const typename Engine::Element* from, std::int64_t padded, typename Engine::Element* to) {
+  constexpr std::int64_t kStep = Engine::kStep;
+  constexpr std::size_t size = sizeof(*from) * static_cast<std::size_t>(kStep);
+  const std::int64_t steps = padded / kStep;
+  if constexpr (size == sizeof(float)) {
+    // A step of a token is one lane: blocks of kLanes steps are transposed.
+    for (std::int64_t step = 0; step < steps; step += kLanes) {
+      Vec x[kLanes];
+      for (std::int64_t r = 0; r < kLanes; ++r) std::memcpy(&x[r], from + r * padded + step * kStep, sizeof(Vec));
+      transpose(x);
+      for (std::int64_t r = 0; r < kLanes; ++r) {
+        std::memcpy(static_cast<void*>(to + (step + r) * kPanelColumns * kStep), &x[r], sizeof(Vec));
+      }
+    }
+  } else {
+    for (std::int64_t step = 0; step < steps; ++step) {
+      for (std::int64_t r = 0; r < kLanes; ++r) {
+        std::memcpy(to + (step * kPanelColumns + r) * kStep, from + r * padded + step * kStep, size);
+      }
+    }
+  }
+}
+
+// The right operand [rows, tokens] of k.
 template <class Engine>
 void pack_columns(const typename Engine::Element* k, std::int64_t count, std::int64_t padded,
                   typename Engine::Element* columns) {
-  static_assert(sizeof(typename Engine::Element) * Engine::kStep == sizeof(float));
-  const std::int64_t words = padded / Engine::kStep;
   for (std::int64_t token = 0; token < count; token += kLanes) {
     typename Engine::Element* panel = columns + token / kPanelColumns * kPanelColumns * padded;
-    const std::int64_t column = token % kPanelColumns;
-    for (std::int64_t word = 0; word < words; word += kLanes) {
-      Vec x[kLanes];
-      for (std::int64_t r = 0; r < kLanes; ++r) {
-        std::memcpy(&x[r], k + (token + r) * padded + word * Engine::kStep, sizeof(Vec));
-      }
-      transpose(x);
-      for (std::int64_t r = 0; r < kLanes; ++r) {
-        std::memcpy(static_cast<void*>(panel + ((word + r) * kPanelColumns + column) * Engine::kStep), &x[r],
-                    sizeof(Vec));
-      }
-    }
+    pack_tokens<Engine>(k + token * padded, padded, panel + token % kPanelColumns * Engine::kStep);
   }
 }
 
@@ -136,6 +146,12 @@ void load_key_operands(const RecurrenceParams& p, const TokenRow& row, std::int6
   pack_columns<Engine>(key.k, rows, padded, key.k_columns);
   if constexpr (Engine::kStep > 1) Engine::pack_steps(key.k, rows, padded, key.k_steps);
   for (std::int64_t block = 0; block < rows; block += kRowBlock) {
+    if constexpr (Engine::kHasTiles) {
+      const typename Engine::Element* const left[] = {key.k + block * padded, key.q + block * padded};
+      const SumBlock sums[] = {{key.kk + block * kTokens, kTokens}, {key.qk + block * kTokens, kTokens}};
+      Engine::template multiply_blocks<2>(left, padded, key.k_columns, kPanelColumns * 2, padded / 2, block / kRowBlock + 1, sums);
+      continue;
+    }
     multiply_lower<Engine>(key.k, key.k_columns, block, padded, key.kk);
     multiply_lower<Engine>(key.q, key.k_columns, block, padded, key.qk);
   }

@@ -47,11 +47,49 @@ struct PanelTask {
 
 constexpr std::int64_t panel_stride(std::int64_t vectors) { return vectors * kLanes; }
 
+template <int kRows, int kVectors>
+GDN_INLINE void load_sums(const float* sums, std::int64_t row, Vec (&x)[kRows][kVectors]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) x[r][j] = load(sums + ((row % kRowBlock + r) * kVectors + j) * kLanes);
+  }
+}
+
+// k M and q M of a block of rows, where the engine multiplies blocks: sums[0] and sums[1].
+template <class Engine, int kVectors>
+GDN_INLINE void multiply_state_block(const PanelTask<Engine>& task, std::int64_t block) {
+  if constexpr (Engine::kHasTiles) {
+    if (task.state == nullptr) return;
+    constexpr std::int64_t width = kVectors * kLanes;
+    const typename Engine::Element* const left[] = {task.key.k + block * task.keys, task.key.q + block * task.keys};
+    const SumBlock sums[] = {{task.chunk.sums, width}, {task.chunk.sums + kRowBlock * width, width}};
+    Engine::template multiply_blocks<2>(left, task.keys, task.state, width * 2, task.keys / 2, kVectors, sums);
+  }
+}
+
+// attention u of a block of rows, over sums[0]. Products are of 32 tokens: those after the block count as zero, and the
+// next block writes its own there.
+template <class Engine, int kVectors>
+GDN_INLINE void multiply_attention_block(const PanelTask<Engine>& task, std::int64_t block) {
+  if constexpr (Engine::kHasTiles) {
+    constexpr std::int64_t width = kVectors * kLanes;
+    const std::int64_t tokens = round_up(block + kRowBlock, 2 * kRowBlock);
+    clear_rows(task.u_packed + (block + kRowBlock) * width, (tokens - block - kRowBlock) * width);
+    const typename Engine::Element* const left[] = {task.chunk.attention + block * kTokens};
+    const SumBlock sums[] = {{task.chunk.sums, width}};
+    Engine::template multiply_blocks<1>(left, kTokens, task.u_packed, width * 2, tokens / 2, kVectors, sums);
+  }
+}
+
 template <class Engine, int kRows, int kVectors>
 GDN_INLINE void multiply_state(const PanelTask<Engine>& task, const typename Engine::Element* rows, std::int64_t row,
                                Vec (&x)[kRows][kVectors]) {
   clear(x);
   if (task.state == nullptr) return;
+  if constexpr (Engine::kHasTiles) {
+    return load_sums(task.chunk.sums + (rows == task.key.q ? kRowBlock * kVectors * kLanes : 0), row, x);
+  }
   accumulate<Engine>(x, Left<Engine>{rows + row * task.keys, task.keys, Engine::kStep},
                      Right<Engine>{task.state, kVectors * kLanes * Engine::kStep}, task.keys / Engine::kStep);
 }
@@ -161,8 +199,16 @@ GDN_INLINE void output_tile(const PanelTask<Engine>& task, std::int64_t row, std
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) x[r][j] = mul(factor, x[r][j]);
   }
-  accumulate<Engine>(x, Left<Engine>{task.chunk.attention + row * kTokens, kTokens, Engine::kStep},
+  if constexpr (Engine::kHasTiles) {
+    Vec attended[kRows][kVectors];
+    load_sums(task.chunk.sums, row, attended);
+    for (int r = 0; r < kRows; ++r) {
+      for (int j = 0; j < kVectors; ++j) x[r][j] = add(x[r][j], attended[r][j]);
+    }
+  } else {
+    accumulate<Engine>(x, Left<Engine>{task.chunk.attention + row * kTokens, kTokens, Engine::kStep},
                      Right<Engine>{task.u_packed, kVectors * kLanes * Engine::kStep}, (row + kRows) / Engine::kStep);
+  }
   const MutableOperand& out = task.params.out;
   const Vec scale = set1(task.params.scale);
 #pragma GCC unroll 16
@@ -188,6 +234,7 @@ void output_block_with_nan(const PanelTask<Engine>& task, std::int64_t block) {
   std::memcpy(task.chunk.u_block, u, size);
   const std::int64_t first = task.segment.begin > block ? task.segment.begin : block;
   for (std::int64_t row = min_of(block + kRowBlock, task.segment.end) - 1; row >= first; --row) {
+    multiply_attention_block<Engine, kVectors>(task, block);
     output_tile<Engine, kRows, kVectors>(task, row / kRows * kRows, row, row + 1);
     for (std::int64_t c = 0; c < width; ++c) {
       u[(row - block) / Engine::kStep * width * Engine::kStep + c * Engine::kStep + row % Engine::kStep] = {};
@@ -204,7 +251,9 @@ void run_rows(const PanelTask<Engine>& task) {
   const Segment& segment = task.segment;
   for (std::int64_t block = segment.begin / kRowBlock * kRowBlock; block < segment.end; block += kRowBlock) {
     Vec check = zero();
-    const std::int64_t block_end = min_of(block + kRowBlock, segment.end);
+    // A product of a block reads all its rows of u.
+    const std::int64_t block_end = Engine::kHasTiles ? block + kRowBlock : min_of(block + kRowBlock, segment.end);
+    multiply_state_block<Engine, kVectors>(task, block);
     for (std::int64_t row = block; row < block_end; row += kRows) {
       delta_tile<Engine, kRows, kVectors>(task, row, check);
     }
@@ -212,6 +261,7 @@ void run_rows(const PanelTask<Engine>& task) {
       output_block_with_nan<Engine, kVectors>(task, block);
       continue;
     }
+    multiply_attention_block<Engine, kVectors>(task, block);
     for (std::int64_t row = block; row < block_end; row += kRows) {
       output_tile<Engine, kRows, kVectors>(task, row, segment.begin, segment.end);
     }

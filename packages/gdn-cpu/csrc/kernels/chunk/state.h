@@ -18,31 +18,63 @@ GDN_INLINE void pack_state_rows(typename Engine::Element* panel, std::int64_t wi
   }
 }
 
-// One panel: `values` and `packed` are its fp32 and rounded rows; k_steps and u are operands of `steps` steps.
+// What an update needs: k_steps and u are operands of `steps` steps; `sums` is for products of blocks.
+template <class Engine>
+struct Update {
+  std::int64_t keys;
+  bool has_state;
+  float decay;
+  const typename Engine::Element* k_steps;
+  const typename Engine::Element* u;
+  std::int64_t steps;
+  float* sums;
+};
+
+// Rows of one panel, from their products x.
+template <class Engine, int kRows, int kVectors>
+GDN_INLINE void update_rows(const Update<Engine>& update, HeadState<Engine> panel, std::int64_t row,
+                            Vec (&x)[kRows][kVectors]) {
+  constexpr std::int64_t width = kVectors * kLanes;
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; r += 4) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      Vec rows[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        float* values = panel.values + (row + r + i) * width + j * kLanes;
+        rows[i] = update.has_state ? fma(set1(update.decay), load(values), x[r + i][j]) : x[r + i][j];
+        store(values, rows[i]);
+      }
+      pack_state_rows<Engine>(panel.packed, width, row + r, j * kLanes, rows);
+    }
+  }
+}
+
 template <class Engine, int kVectors>
-void update_panel(std::int64_t keys, bool has_state, float decay, const typename Engine::Element* k_steps,
-                  const typename Engine::Element* u, std::int64_t steps, HeadState<Engine> panel) {
+void update_panel(const Update<Engine>& update, HeadState<Engine> panel) {
   constexpr int kRows = kTileRows<kVectors>;
   constexpr std::int64_t width = kVectors * kLanes;
-  const Left<Engine> k{k_steps, Engine::kStep, keys * Engine::kStep};
-  for (std::int64_t row = 0; row < keys; row += kRows) {
-    Vec x[kRows][kVectors];
-    clear(x);
-    accumulate<Engine>(x, rows_from(k, row), Right<Engine>{u, width * Engine::kStep}, steps);
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; r += 4) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) {
-        Vec rows[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-          float* values = panel.values + (row + r + i) * width + j * kLanes;
-          rows[i] = has_state ? fma(set1(decay), load(values), x[r + i][j]) : x[r + i][j];
-          store(values, rows[i]);
-        }
-        pack_state_rows<Engine>(panel.packed, width, row + r, j * kLanes, rows);
+  if constexpr (Engine::kHasTiles) {
+    for (std::int64_t block = 0; block < update.keys; block += 2 * kRowBlock) {
+      const auto* first = update.k_steps + block * kTokens;
+      const typename Engine::Element* const left[] = {first, first + kRowBlock * kTokens};
+      const SumBlock sums[] = {{update.sums, width}, {update.sums + kRowBlock * width, width}};
+      Engine::template multiply_blocks<2>(left, kTokens, update.u, width * 2, update.steps, kVectors, sums);
+      for (std::int64_t row = 0; row < 2 * kRowBlock; row += kRows) {
+        Vec x[kRows][kVectors];
+        load_sums(update.sums + row / kRowBlock * kRowBlock * width, row, x);
+        update_rows(update, panel, block + row, x);
       }
     }
+    return;
+  }
+  const Left<Engine> k{update.k_steps, Engine::kStep, update.keys * Engine::kStep};
+  for (std::int64_t row = 0; row < update.keys; row += kRows) {
+    Vec x[kRows][kVectors];
+    clear(x);
+    accumulate<Engine>(x, rows_from(k, row), Right<Engine>{update.u, width * Engine::kStep}, update.steps);
+    update_rows(update, panel, row, x);
   }
 }
 

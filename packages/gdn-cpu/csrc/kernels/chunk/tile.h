@@ -10,7 +10,7 @@
 // is computed in.
 #pragma once
 
-#include "../simd/simd.h"
+#include "../simd/transpose.h"
 
 namespace gdn::cpu::GDN_ISA {
 namespace {
@@ -50,6 +50,12 @@ constexpr int kTileRows = kRegisters >= 32 ? (kVectors == 1   ? 16
                                            : (kVectors == 1 ? 8 : 4);
 constexpr std::int64_t kRowBlock = 16;  // of every kTileRows a multiple
 
+// Where an engine that multiplies blocks of kRowBlock rows leaves the sums: rows `stride` floats apart.
+struct SumBlock {
+  float* data;
+  std::int64_t stride;
+};
+
 // Calls body with the number of vectors as a constant.
 template <class Body>
 GDN_INLINE void with_vectors(std::int64_t vectors, Body body) {
@@ -70,9 +76,9 @@ GDN_INLINE void clear(Vec (&sums)[kRows][kVectors]) {
   }
 }
 
-// sums += left right over `steps` steps.
+// sums += left right over `steps` steps, a step's rows broadcast one by one.
 template <class Engine, int kRows, int kVectors>
-GDN_INLINE void accumulate(Vec (&sums)[kRows][kVectors], Left<Engine> left, Right<Engine> right, std::int64_t steps) {
+GDN_INLINE void accumulate_broadcast(Vec (&sums)[kRows][kVectors], Left<Engine> left, Right<Engine> right, std::int64_t steps) {
   for (std::int64_t s = 0; s < steps; ++s) {
     typename Engine::Packed columns[kVectors];
 #pragma GCC unroll 4
@@ -85,6 +91,15 @@ GDN_INLINE void accumulate(Vec (&sums)[kRows][kVectors], Left<Engine> left, Righ
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) sums[r][j] = Engine::multiply_add(row, columns[j], sums[r][j]);
     }
+  }
+}
+
+template <class Engine, int kRows, int kVectors>
+GDN_INLINE void accumulate(Vec (&sums)[kRows][kVectors], Left<Engine> left, Right<Engine> right, std::int64_t steps) {
+  if constexpr (Engine::kMultipliesSquares) {
+    Engine::accumulate(sums, left, right, steps);
+  } else {
+    accumulate_broadcast(sums, left, right, steps);
   }
 }
 

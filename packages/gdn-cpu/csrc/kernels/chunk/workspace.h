@@ -45,7 +45,7 @@ struct KeyOperands {
   Element* q;          // [kTokens, rows]
   Element* k;          // [kTokens, rows]
   Element* k_columns;  // right operand [rows, kTokens] of k k^T and q k^T
-  Element* k_steps;    // [kTokens / kStep, rows, kStep]: the left operand k^T of the state's update
+  Element* k_steps;    // the left operand k^T of the state's update, in the engine's order
   float* kk;           // [kTokens, kTokens], below the diagonal, blocks of kRowBlock
   float* qk;           // [kTokens, kTokens], the same and the diagonal
   float* q_factor;     // [kTokens]: inverse norms, or 1
@@ -62,6 +62,7 @@ struct ChunkOperands {
   Element* u_packed;          // the same, a right operand
   Element* u_decayed;         // exp(G_last - G_j) u_j, a right operand
   Element* u_block;           // a copy of kRowBlock rows of a panel
+  float* sums;  // products of blocks of rows, where the engine multiplies them so: [2, kRowBlock, panel]
   Element* k_steps;           // those of a part of the chunk
   float *log_decay, *beta;    // [kTokens]: g, beta
   float *sum_high, *sum_low;  // [kTokens]: G, the sum of g, in two parts
@@ -108,6 +109,7 @@ std::int64_t arrange(Workspace<Engine>& w, void* memory, std::int64_t key_dim, s
   chunk.u = arena.take<float>(kTokens * width);
   chunk.u_decayed = arena.take<Element>(kTokens * width);
   chunk.u_block = arena.take<Element>(kRowBlock * kPanelColumns);
+  chunk.sums = Engine::kHasTiles ? arena.take<float>(2 * kRowBlock * kPanelColumns) : nullptr;
   chunk.k_steps = arena.take<Element>(kTokens * rows);
   chunk.log_decay = arena.take<float>(kTokens);
   chunk.beta = arena.take<float>(kTokens);
