@@ -71,7 +71,8 @@ NB_MODULE(_C, m) {
         "(name, level whose kernels it runs, why it cannot run here or '') of each level, lowest first.");
   m.def("active_level", [] { return std::string(gdn::cpu::active_level().name); });
   m.def("set_level", &set_level, "name"_a, "Cap the level; an empty name restores the cap of GDN_CPU_ISA.");
-  m.def("chunk_engines", &chunk_engines, "The engines of the chunked rule at the level in use, the preferred one first.");
+  m.def("chunk_engines", &chunk_engines,
+        "The engines of the chunked rule at the level in use, the preferred one first.");
   m.def("chunk_engine", &chunk_engine, "is_bfloat16"_a,
         "The engine that multiplies in the chunked rule for activations of bf16, or others; '' where none can.");
   m.def("set_gemm", &set_gemm, "name"_a, "Force that engine for bf16; an empty name restores GDN_CPU_GEMM.");

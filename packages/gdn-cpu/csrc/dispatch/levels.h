@@ -12,8 +12,8 @@ namespace gdn::cpu {
 
 struct Level {
   const char* name;
-  std::string reason;          // why it cannot run here; empty when it can
-  const KernelTable* kernels;  // but for the chunked rule, a level may have those of the level below
+  std::string reason;                             // why it cannot run here; empty when it can
+  const KernelTable* kernels;                     // but for the chunked rule, a level may have those of the level below
   std::vector<const ChunkKernel*> chunk_kernels;  // that can run at this level, the preferred one first
 };
 

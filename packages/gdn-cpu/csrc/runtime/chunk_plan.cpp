@@ -18,9 +18,11 @@ constexpr std::int64_t kVector = 16;  // columns that cost as much as one
 // Heads of one task: their states are to stay in the second-level cache, at most 256 KiB in fp32.
 constexpr std::int64_t kStateElements = 4 * 128 * 128;
 // Chunks of a turn, where chains are cut: a state is written and read once a turn.
-constexpr std::int64_t kTurnChunks = 4;
-// What a plan of smaller pieces has to gain.
+constexpr std::int64_t kTurnChunks = 2;
+// What a plan of smaller pieces has to gain, and what it may lose where the plan before it leaves threads idle.
 constexpr double kWorthwhile = 0.95;
+constexpr double kAcceptable = 1.2;
+constexpr double kBalanced = 1.15;  // of the busiest thread's work to the mean
 // With so many chains a thread, any order balances.
 constexpr std::size_t kPlenty = 16;
 
@@ -32,24 +34,56 @@ double token_cost(const ChunkWork& work, std::int64_t head_begin, std::int64_t h
          static_cast<double>(head_end - head_begin) * (kHeadCost + static_cast<double>(padded));
 }
 
-ChunkPlan divide(const ChunkWork& work, std::int64_t heads, std::int64_t columns) {
-  ChunkPlan plan;
+// How a sequence is divided: value heads and columns of a chain.
+struct Division {
+  std::int64_t heads, columns;
+};
+
+// From the coarsest to the finest.
+std::vector<Division> divisions(const ChunkWork& work) {
+  const std::int64_t state = std::max<std::int64_t>(1, work.key_dim * work.value_dim);
+  const std::int64_t most_heads = std::min(work.num_value_heads, std::max<std::int64_t>(1, kStateElements / state));
+  std::vector<Division> all;
+  for (std::int64_t heads = most_heads; heads > 0; heads /= 2) all.push_back({heads, work.value_dim});
+  for (std::int64_t columns = work.value_dim; columns > kVector;) {
+    columns = (columns / 2 + kVector - 1) / kVector * kVector;
+    all.push_back({1, columns});
+  }
+  return all;
+}
+
+double largest_cost(const ChunkWork& work, const Division& division, std::int64_t length) {
+  return static_cast<double>(length) * token_cost(work, 0, division.heads, division.columns);
+}
+
+void divide_sequence(const ChunkWork& work, std::int64_t sequence, const Division& division, ChunkPlan& plan) {
   // Parts of one key head, or several whole ones.
   const std::int64_t group = work.num_value_heads / work.num_key_heads;
-  const std::int64_t span = std::max(group, heads / group * group);
-  for (std::size_t n = 0; n < work.lengths.size(); ++n) {
-    if (work.lengths[n] == 0) continue;
-    for (std::int64_t first = 0; first < work.num_value_heads; first += span) {
-      const std::int64_t last = std::min(first + span, work.num_value_heads);
-      for (std::int64_t head = first; head < last; head += heads) {
-        const std::int64_t head_end = std::min(head + heads, last);
-        for (std::int64_t v = 0; v < work.value_dim; v += columns) {
-          const std::int64_t v_end = std::min(v + columns, work.value_dim);
-          plan.chains.push_back({static_cast<std::int64_t>(n), head, head_end, v, v_end, work.lengths[n],
-                                 token_cost(work, head, head_end, v_end - v)});
-        }
+  const std::int64_t span = std::max(group, division.heads / group * group);
+  const std::int64_t length = work.lengths[static_cast<std::size_t>(sequence)];
+  for (std::int64_t first = 0; first < work.num_value_heads; first += span) {
+    const std::int64_t last = std::min(first + span, work.num_value_heads);
+    for (std::int64_t head = first; head < last; head += division.heads) {
+      const std::int64_t head_end = std::min(head + division.heads, last);
+      for (std::int64_t v = 0; v < work.value_dim; v += division.columns) {
+        const std::int64_t v_end = std::min(v + division.columns, work.value_dim);
+        const double cost = token_cost(work, head, head_end, v_end - v);
+        plan.chains.push_back({sequence, head, head_end, v, v_end, length, cost});
       }
     }
+  }
+}
+
+// The longest sequences by the division of number `finest`, others as coarsely as their length allows.
+ChunkPlan divide(const ChunkWork& work, const std::vector<Division>& all, std::size_t finest) {
+  ChunkPlan plan;
+  const std::int64_t longest = *std::max_element(work.lengths.begin(), work.lengths.end());
+  const double limit = largest_cost(work, all[finest], longest);
+  for (std::size_t n = 0; n < work.lengths.size(); ++n) {
+    if (work.lengths[n] == 0) continue;
+    std::size_t level = 0;
+    while (level < finest && largest_cost(work, all[level], work.lengths[n]) > limit) ++level;
+    divide_sequence(work, static_cast<std::int64_t>(n), all[level], plan);
   }
   const auto cost = [](const ChunkChain& chain) { return static_cast<double>(chain.length) * chain.token_cost; };
   std::stable_sort(plan.chains.begin(), plan.chains.end(),
@@ -57,33 +91,40 @@ ChunkPlan divide(const ChunkWork& work, std::int64_t heads, std::int64_t columns
   return plan;
 }
 
-double busiest(const ChunkPlan& plan, int threads) {
+struct Estimate {
+  double time;  // of the busiest thread
+  bool is_balanced;
+};
+
+Estimate estimate(const ChunkPlan& plan, int threads) {
   const std::vector<double> times = simulate(plan, threads);
-  return *std::max_element(times.begin(), times.end());
+  const double busiest = *std::max_element(times.begin(), times.end());
+  const double mean = std::accumulate(times.begin(), times.end(), 0.0) / static_cast<double>(threads);
+  return {busiest, busiest <= kBalanced * mean};
+}
+
+bool is_better(const Estimate& candidate, const Estimate& best) {
+  if (candidate.time <= kWorthwhile * best.time) return true;
+  return candidate.is_balanced && !best.is_balanced && candidate.time <= kAcceptable * best.time;
 }
 
 }  // namespace
 
 ChunkPlan plan_chunks(const ChunkWork& work) {
-  const std::int64_t state = std::max<std::int64_t>(1, work.key_dim * work.value_dim);
-  const std::int64_t most_heads = std::min(work.num_value_heads, std::max<std::int64_t>(1, kStateElements / state));
-  ChunkPlan best = divide(work, most_heads, work.value_dim);
+  const std::vector<Division> all = divisions(work);
+  if (work.lengths.empty()) return {};
+  ChunkPlan best = divide(work, all, 0);
   if (work.threads <= 1 || best.chains.size() >= kPlenty * static_cast<std::size_t>(work.threads)) return best;
-  double best_time = busiest(best, work.threads);
-  const auto consider = [&](std::int64_t heads, std::int64_t columns) {
+  Estimate best_estimate = estimate(best, work.threads);
+  for (std::size_t finest = 0; finest < all.size(); ++finest) {
     for (const std::int64_t turn : {std::int64_t{0}, kTurnChunks * kChunkTokens}) {
-      ChunkPlan plan = divide(work, heads, columns);
+      ChunkPlan plan = divide(work, all, finest);
       plan.turn_tokens = turn;
-      const double time = busiest(plan, work.threads);
-      if (time > kWorthwhile * best_time) continue;
+      const Estimate candidate = estimate(plan, work.threads);
+      if (!is_better(candidate, best_estimate)) continue;
       best = std::move(plan);
-      best_time = time;
+      best_estimate = candidate;
     }
-  };
-  for (std::int64_t heads = most_heads; heads > 0; heads /= 2) consider(heads, work.value_dim);
-  for (std::int64_t columns = work.value_dim; columns > kVector;) {
-    columns = (columns / 2 + kVector - 1) / kVector * kVector;
-    consider(1, columns);
   }
   return best;
 }

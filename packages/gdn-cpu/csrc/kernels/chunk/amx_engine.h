@@ -4,8 +4,8 @@
 // multiplied at a time, into memory, where the rows of a chunk read them.
 #pragma once
 
-#include "amx_tiles.h"
 #include "../simd/transpose.h"
+#include "amx_tiles.h"
 
 namespace gdn::cpu::GDN_ISA {
 namespace {

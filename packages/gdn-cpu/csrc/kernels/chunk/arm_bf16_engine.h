@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Products of bf16 with fp32 sums by BFMMLA: four elements a step. The instruction multiplies two rows by two columns, so
-// sums are kept as such squares while they grow.
+// Products of bf16 with fp32 sums by BFMMLA: four elements a step. The instruction multiplies two rows by two columns,
+// so sums are kept as such squares while they grow.
 #pragma once
 
 #include <arm_neon.h>

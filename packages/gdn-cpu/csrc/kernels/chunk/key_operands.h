@@ -149,7 +149,8 @@ void load_key_operands(const RecurrenceParams& p, const TokenRow& row, std::int6
     if constexpr (Engine::kHasTiles) {
       const typename Engine::Element* const left[] = {key.k + block * padded, key.q + block * padded};
       const SumBlock sums[] = {{key.kk + block * kTokens, kTokens}, {key.qk + block * kTokens, kTokens}};
-      Engine::template multiply_blocks<2>(left, padded, key.k_columns, kPanelColumns * 2, padded / 2, block / kRowBlock + 1, sums);
+      Engine::template multiply_blocks<2>(left, padded, key.k_columns, kPanelColumns * 2, padded / 2,
+                                          block / kRowBlock + 1, sums);
       continue;
     }
     multiply_lower<Engine>(key.k, key.k_columns, block, padded, key.kk);

@@ -207,7 +207,7 @@ GDN_INLINE void output_tile(const PanelTask<Engine>& task, std::int64_t row, std
     }
   } else {
     accumulate<Engine>(x, Left<Engine>{task.chunk.attention + row * kTokens, kTokens, Engine::kStep},
-                     Right<Engine>{task.u_packed, kVectors * kLanes * Engine::kStep}, (row + kRows) / Engine::kStep);
+                       Right<Engine>{task.u_packed, kVectors * kLanes * Engine::kStep}, (row + kRows) / Engine::kStep);
   }
   const MutableOperand& out = task.params.out;
   const Vec scale = set1(task.params.scale);

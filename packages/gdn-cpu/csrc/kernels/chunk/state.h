@@ -105,46 +105,90 @@ GDN_INLINE StoredState<T> stored_state(const RecurrenceParams& p, T* head, std::
   return {head + v_begin, p.value_dim, 1};
 }
 
-// kLanes keys by kLanes columns, from or to a buffer [kLanes keys][kLanes columns]; parts beyond `keys` and `columns`
-// are zero, or not stored.
+// What of a block lies in the state: `keys` and `columns` from `data` on. What does not is zero, or not stored.
 template <class T>
-GDN_INLINE void load_block(StoredState<const T> from, std::int64_t key, std::int64_t keys, std::int64_t column,
-                           std::int64_t columns, Vec* x) {
-  const T* data = from.data + key * from.key_stride + column * from.column_stride;
-  const bool is_transposed = from.key_stride == 1 && from.column_stride != 1;
-  const std::int64_t lines = is_transposed ? columns : keys, length = is_transposed ? keys : columns;
-  const std::int64_t stride = is_transposed ? from.column_stride : from.key_stride;
-  for (std::int64_t i = 0; i < kLanes; ++i) {
-    x[i] = i < lines && length > 0 ? load_up_to(data + i * stride, length) : zero();
-  }
-  if (is_transposed) transpose(x);
+struct StateBlock {
+  StoredState<T> state;
+  T* data;
+  std::int64_t keys, columns;
+};
+
+template <class T>
+GDN_INLINE StateBlock<T> block_at(const RecurrenceParams& p, StoredState<T> state, std::int64_t key,
+                                  std::int64_t column, std::int64_t columns) {
+  return {state, state.data + key * state.key_stride + column * state.column_stride, p.key_dim - key, columns - column};
 }
+
 template <class T>
-GDN_INLINE void store_block(StoredState<T> to, std::int64_t key, std::int64_t keys, std::int64_t column,
-                            std::int64_t columns, Vec* x) {
-  T* data = to.data + key * to.key_stride + column * to.column_stride;
-  const bool is_transposed = to.key_stride == 1 && to.column_stride != 1;
-  const std::int64_t lines = is_transposed ? columns : keys, length = is_transposed ? keys : columns;
-  const std::int64_t stride = is_transposed ? to.column_stride : to.key_stride;
-  if (is_transposed) transpose(x);
-  for (std::int64_t i = 0; i < min_of(lines, kLanes); ++i) store_up_to(data + i * stride, x[i], length);
+GDN_INLINE Vec load_line(const T* line, std::int64_t number, std::int64_t lines, std::int64_t length) {
+  return number < lines && length > 0 ? load_up_to(line, length) : zero();
+}
+
+// Blocks of [K, V] are a few rows, read in order; those of [V, K] are squares, which are transposed.
+struct KeyRows {
+  static constexpr int kKeys = 4;
+
+  template <class T>
+  GDN_INLINE void load(const StateBlock<const T>& block, Vec* x) {
+    for (std::int64_t i = 0; i < kKeys; ++i) {
+      x[i] = load_line(block.data + i * block.state.key_stride, i, block.keys, block.columns);
+    }
+  }
+  template <class T>
+  GDN_INLINE void store(const StateBlock<T>& block, Vec* x) {
+    for (std::int64_t i = 0; i < min_of(kKeys, block.keys); ++i) {
+      store_up_to(block.data + i * block.state.key_stride, x[i], block.columns);
+    }
+  }
+};
+
+struct ColumnRows {
+  static constexpr int kKeys = static_cast<int>(kLanes);
+
+  template <class T>
+  GDN_INLINE void load(const StateBlock<const T>& block, Vec* x) {
+    for (std::int64_t i = 0; i < kLanes; ++i) {
+      x[i] = load_line(block.data + i * block.state.column_stride, i, block.columns, block.keys);
+    }
+    transpose(x);
+  }
+  template <class T>
+  GDN_INLINE void store(const StateBlock<T>& block, Vec* x) {
+    transpose(x);
+    for (std::int64_t i = 0; i < min_of(kLanes, block.columns); ++i) {
+      store_up_to(block.data + i * block.state.column_stride, x[i], block.keys);
+    }
+  }
+};
+
+template <class Body>
+GDN_INLINE void with_layout(const RecurrenceParams& p, Body body) {
+  if (p.state_v_first) {
+    body(ColumnRows{});
+  } else {
+    body(KeyRows{});
+  }
 }
 
 template <class Engine, class T>
 void load_state(const RecurrenceParams& p, StoredState<const T> from, std::int64_t columns, HeadState<Engine> state) {
   const std::int64_t keys = padded_keys<Engine>(p.key_dim);
-  for_each_panel(columns, [&](std::int64_t first, auto n) {
-    constexpr std::int64_t width = decltype(n)::value * kLanes;
-    const HeadState<Engine> panel = panel_of(state, keys, first);
-    for (std::int64_t key = 0; key < keys; key += kLanes) {
-      for (std::int64_t c = 0; c < width; c += kLanes) {
-        Vec x[kLanes];
-        load_block(from, key, p.key_dim - key, first + c, columns - first - c, x);
-        for (std::int64_t i = 0; i < kLanes; i += 4) {
-          for (std::int64_t r = i; r < i + 4; ++r) store(panel.values + (key + r) * width + c, x[r]);
-          pack_state_rows<Engine>(panel.packed, width, key + i, c, x + i);
+  with_layout(p, [&](auto layout) {
+    using Layout = decltype(layout);
+    constexpr int kKeys = Layout::kKeys;
+    for (std::int64_t key = 0; key < keys; key += kKeys) {
+      for_each_panel(columns, [&](std::int64_t first, auto n) {
+        constexpr std::int64_t width = decltype(n)::value * kLanes;
+        const HeadState<Engine> panel = panel_of(state, keys, first);
+        for (std::int64_t c = 0; c < width; c += kLanes) {
+          Vec x[kKeys];
+          Layout::load(block_at(p, from, key, first + c, columns), x);
+          for (std::int64_t i = 0; i < kKeys; i += 4) {
+            for (std::int64_t r = i; r < i + 4; ++r) store(panel.values + (key + r) * width + c, x[r]);
+            pack_state_rows<Engine>(panel.packed, width, key + i, c, x + i);
+          }
         }
-      }
+      });
     }
   });
 }
@@ -152,15 +196,19 @@ void load_state(const RecurrenceParams& p, StoredState<const T> from, std::int64
 template <class Engine, class T>
 void store_state(const RecurrenceParams& p, HeadState<Engine> state, StoredState<T> to, std::int64_t columns) {
   const std::int64_t keys = padded_keys<Engine>(p.key_dim);
-  for_each_panel(columns, [&](std::int64_t first, auto n) {
-    constexpr std::int64_t width = decltype(n)::value * kLanes;
-    const HeadState<Engine> panel = panel_of(state, keys, first);
-    for (std::int64_t key = 0; key < p.key_dim; key += kLanes) {
-      for (std::int64_t c = 0; c < width; c += kLanes) {
-        Vec x[kLanes];
-        for (std::int64_t i = 0; i < kLanes; ++i) x[i] = load(panel.values + (key + i) * width + c);
-        store_block(to, key, p.key_dim - key, first + c, columns - first - c, x);
-      }
+  with_layout(p, [&](auto layout) {
+    using Layout = decltype(layout);
+    constexpr int kKeys = Layout::kKeys;
+    for (std::int64_t key = 0; key < p.key_dim; key += kKeys) {
+      for_each_panel(columns, [&](std::int64_t first, auto n) {
+        constexpr std::int64_t width = decltype(n)::value * kLanes;
+        const HeadState<Engine> panel = panel_of(state, keys, first);
+        for (std::int64_t c = 0; c < width; c += kLanes) {
+          Vec x[kKeys];
+          for (std::int64_t i = 0; i < kKeys; ++i) x[i] = load(panel.values + (key + i) * width + c);
+          Layout::store(block_at(p, to, key, first + c, columns), x);
+        }
+      });
     }
   });
 }

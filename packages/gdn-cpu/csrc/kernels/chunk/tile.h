@@ -39,7 +39,8 @@ struct Count {
 };
 
 // Vectors of columns of a whole tile, and the columns of the panels that right operands are packed in.
-constexpr int kTileVectors = kRegisters >= 32 ? 4 : 2;
+// Of 16 registers, SSE2 needs one for each product before it is added.
+constexpr int kTileVectors = kRegisters >= 32 ? 4 : kLanes == 8 ? 3 : 2;
 constexpr std::int64_t kPanelColumns = kTileVectors * kLanes;
 
 // Rows of a tile: as many accumulators as hide the latency of a multiply-add, and leave registers for the operands.
@@ -59,8 +60,10 @@ struct SumBlock {
 // Calls body with the number of vectors as a constant.
 template <class Body>
 GDN_INLINE void with_vectors(std::int64_t vectors, Body body) {
-  if constexpr (kTileVectors > 2) {
+  if constexpr (kTileVectors > 3) {
     if (vectors == 4) return body(Count<4>{});
+  }
+  if constexpr (kTileVectors > 2) {
     if (vectors == 3) return body(Count<3>{});
   }
   if (vectors == 2) return body(Count<2>{});
@@ -78,7 +81,8 @@ GDN_INLINE void clear(Vec (&sums)[kRows][kVectors]) {
 
 // sums += left right over `steps` steps, a step's rows broadcast one by one.
 template <class Engine, int kRows, int kVectors>
-GDN_INLINE void accumulate_broadcast(Vec (&sums)[kRows][kVectors], Left<Engine> left, Right<Engine> right, std::int64_t steps) {
+GDN_INLINE void accumulate_broadcast(Vec (&sums)[kRows][kVectors], Left<Engine> left, Right<Engine> right,
+                                     std::int64_t steps) {
   for (std::int64_t s = 0; s < steps; ++s) {
     typename Engine::Packed columns[kVectors];
 #pragma GCC unroll 4

@@ -62,7 +62,7 @@ struct ChunkOperands {
   Element* u_packed;          // the same, a right operand
   Element* u_decayed;         // exp(G_last - G_j) u_j, a right operand
   Element* u_block;           // a copy of kRowBlock rows of a panel
-  float* sums;  // products of blocks of rows, where the engine multiplies them so: [2, kRowBlock, panel]
+  float* sums;                // products of blocks of rows, where the engine multiplies them so: [2, kRowBlock, panel]
   Element* k_steps;           // those of a part of the chunk
   float *log_decay, *beta;    // [kTokens]: g, beta
   float *sum_high, *sum_low;  // [kTokens]: G, the sum of g, in two parts
@@ -97,7 +97,7 @@ std::int64_t arrange(Workspace<Engine>& w, void* memory, std::int64_t key_dim, s
   KeyOperands<Engine>& key = w.key;
   key.q = arena.take<Element>(kTokens * rows);
   key.k = arena.take<Element>(kTokens * rows);
-  key.k_columns = arena.take<Element>(kTokens * rows);
+  key.k_columns = arena.take<Element>(round_up(kTokens, kPanelColumns) * rows);
   key.k_steps = Engine::kStep > 1 ? arena.take<Element>(kTokens * rows) : key.k;
   key.kk = arena.take<float>(kTokens * kTokens);
   key.qk = arena.take<float>(kTokens * kTokens);
