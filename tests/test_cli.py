@@ -18,7 +18,7 @@ import torch
 import gdn_core
 from gdn_core import _dispatch, _registry
 from gdn_core.cli import bench, known_machines, main, output, peers
-from gdn_core.cli.bench_case import Case, Sizes
+from gdn_core.cli.bench_case import Case, Sizes, StatePool
 from gdn_core.cli.bench_cases import OPS, plans
 from gdn_core.cli.machine import Limits
 from gdn_core.cli.peers import Peers
@@ -299,6 +299,28 @@ def test_bench_holds_gdn_against_its_own_other_ways(tmp_path: Path) -> None:
     assert contenders(report, "prefill", "T=63") == ["gdn", "recurrent"]
     labels = {row["label"] for row in report["rows"]}
     assert labels == {"B4 uniform", "B1 cold", "B1 cold bf16", "B1 replay", "T=63"}
+
+
+def test_contenders_on_a_cold_pool_never_use_the_slots_of_the_one_before() -> None:
+    pool = StatePool(Sizes(1, 2, 128, 128), 2, cold=True)
+    assert pool.turns * 2 * pool.bytes_a_state >= 192 << 20
+    turns = torch.arange(len(pool)).split(2)
+    used: list[int] = []
+
+    def use(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        used.extend(slots.tolist())
+        return states[slots]
+
+    first, second = (pool.contender(turns, use, turns[0], v_first=v_first) for v_first in (False, True))
+    for contender in (first, second):
+        assert contender.prepare is not None and contender.state is not None
+        contender.prepare()
+        contender.call()
+        assert torch.equal(contender.state().double(), pool.initial(turns[0])), "in either layout"
+    assert used == [0, 1, 0, 1], "each is checked at the first turn"
+    for call in (first.call, second.call) * 2:
+        call()
+    assert used[4:] == list(range(2, 10))
 
 
 def test_bench_takes_several_numbers_of_value_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -131,6 +130,7 @@ class StatePool:
         # Few different states: rows still differ, by their inputs.
         different = max(n for n in range(1, 17) if slots_a_turn % n == 0)
         self._states = inputs.normal((different, HV, K, V), inputs.generator(1), dtype)
+        self._next_turn = 0
         self._memory = torch.empty(self.turns * slots_a_turn, HV, K, V, dtype=dtype)
 
     def __len__(self) -> int:
@@ -142,7 +142,8 @@ class StatePool:
         return self._memory.view(slots, HV, V, K) if v_first else self._memory
 
     def fill(self, v_first: bool) -> None:
-        """Put the states back."""
+        """Put the states back, and start with the first turn."""
+        self._next_turn = 0
         states = self._states.mT if v_first else self._states
         self.view(v_first).unflatten(0, (-1, len(states))).copy_(states)
 
@@ -159,14 +160,22 @@ class StatePool:
         v_first: bool = False,
         expected: Expected | None = None,
     ) -> Contender:
-        """Return a contender that runs on the pool, with one of `turns` after the other; slots `checked` are read."""
-        pool, turn = self.view(v_first), itertools.cycle(turns)
+        """Return a contender that runs on the pool, at one of `turns` after the other; slots `checked` are read.
+
+        The turns go on from one contender to the next: what one has just used lies in the caches.
+        """
+        pool = self.view(v_first)
+
+        def call() -> Tensor:
+            turn = turns[self._next_turn]
+            self._next_turn = (self._next_turn + 1) % len(turns)
+            return run(pool, turn)
 
         def state() -> Tensor:
             states = pool[checked.long()]
             return states.mT if v_first else states
 
-        return Contender(lambda: run(pool, next(turn)), state, lambda: self.fill(v_first), expected)
+        return Contender(call, state, lambda: self.fill(v_first), expected)
 
 
 class Tokens(NamedTuple):
