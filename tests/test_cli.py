@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ import torch
 
 import gdn_core
 from gdn_core import _dispatch, _registry
-from gdn_core.cli import bench, known_machines, main, output, peers
+from gdn_core.cli import bench, known_machines, main, output, peers, timing
 from gdn_core.cli.bench_case import Case, Sizes, StatePool
 from gdn_core.cli.bench_cases import OPS, plans
 from gdn_core.cli.machine import Limits
@@ -358,6 +359,8 @@ def bench_row(timing: Timing | None, floor: float = 1.0, known: float | None = N
         (Timing(1.0, 0.9, 1.1), 1.04, False),
         (Timing(1.0, 0.9, 1.1), 1.3, True),
         (Timing(1.0, 0.9, 3.1), 0.5, True),
+        (Timing(1.0, 0.9, 1.1, others=0.05), 0.5, False),
+        (Timing(1.0, 0.9, 1.1, others=0.2), 0.5, True),
         (None, 0.5, False),
     ],
 )
@@ -375,6 +378,21 @@ def test_bench_voids_a_peer_that_is_slower_than_known(seconds: float | None, kno
     row = bench_row(None if seconds is None else Timing(seconds, seconds, seconds), known=known)
     assert row.void == void
     assert bench._time(row).startswith("! ") == void
+
+
+def test_the_work_of_other_processes_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    # user, nice, system, idle, waiting, interrupts of two kinds, stolen; guests are part of user.
+    stat.write_text("cpu  100 200 300 9000 9000 5 6 400 50 50\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    monkeypatch.setattr(timing, "process_time", lambda: 1.5)
+    assert timing._busy_elsewhere(stat) == pytest.approx(1011 / os.sysconf("SC_CLK_TCK") - 1.5)
+    assert timing._busy_elsewhere(tmp_path / "missing") == 0.0
+
+    for end, is_disturbed in ((10.0, False), (10.01, False), (1e6, True)):
+        busy = iter([10.0, end])
+        monkeypatch.setattr(timing, "_busy_elsewhere", lambda busy=busy: next(busy))
+        (measured,) = timing.time_in_turn([timing.Timed(lambda: None, nullcontext)], rounds=2)
+        assert (measured.others > 0) == is_disturbed
 
 
 def test_bench_explains_the_mark(

@@ -45,6 +45,7 @@ HOST_COST_BUDGET_US = 3.5
 _PEER_TOLERANCE = 2e-2
 
 _ROUNDS, _QUICK_ROUNDS = 20, 5
+_OTHERS = 0.1  # cores in use elsewhere
 _BF16_LEVELS = ("x86_v4_bf16", "x86_amx", "arm_bf16")
 _OURS = "gdn"
 
@@ -78,10 +79,11 @@ class Row:
 
     @property
     def unsteady(self) -> bool:
-        """Whether the machine was not this process's own: faster than its limits, or the rounds far apart."""
+        """Whether the machine was not this process's own: cores in use, faster than its limits, or rounds far apart."""
         if self.timing is None:
             return False
-        return self.share > 1.05 or self.timing.high - self.timing.low > 2 * self.timing.median
+        is_shared = self.timing.others > _OTHERS or self.share > 1.05
+        return is_shared or self.timing.high - self.timing.low > 2 * self.timing.median
 
     @property
     def void(self) -> bool:

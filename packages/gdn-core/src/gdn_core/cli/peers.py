@@ -34,7 +34,7 @@ _VLLM_BUILDS = {"baseline": "_C_AVX2.abi3.so", "x86_v3": "_C_AVX2.abi3.so", "x86
 
 # transformers copies the values to fp32 about ten times.
 _TRANSFORMERS_COPIES = 10
-_MOST_BYTES = 3 << 30
+_MOST_BYTES = 2 << 30
 
 
 class Peers:
