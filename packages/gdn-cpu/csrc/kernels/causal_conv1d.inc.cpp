@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// y_t = act(bias + sum_j weight[:, j] x[t - (W-1) + j]), per channel, act SiLU or identity, fp32 until the store.
+//
+// x, y: [batch, token, channel] at any strides. weight: [C, W], bias: [C]. States: [slots, C, columns] at any strides.
+// Every dtype is its operand's own. One call computes a block of channels of some pieces of rows; the first piece of a
+// row reads its history and updates its state, before any output is written: y may be x itself.
+//
+// Where channels have unit stride in x and y, a lane is a channel, and a window of the last inputs stays in registers
+// over a few tokens. Where tokens have, a lane is a token. Anything else goes lane by lane. The sum starts from the
+// bias and adds the oldest tap first, by fma, whichever way: the values are the same.
+// Bound by arithmetic where SiLU follows, by memory where not.
+#include "convolution_state.h"
+#include "kernels.h"
+#include "vector_math.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+constexpr std::int64_t kMaxHistory = kMaxConvolutionWidth - 1;
+constexpr std::int64_t kTokensPerPass = 8;  // the rows of x that are read side by side
+
+// fp32 copies of what belongs to the channels of the call.
+struct Filter {
+  alignas(kScratchAlignment) float tap[kMaxConvolutionWidth][kConvolutionChannels];
+  alignas(kScratchAlignment) float bias[kConvolutionChannels];
+};
+
+struct History {
+  alignas(kScratchAlignment) float input[kMaxHistory][kConvolutionChannels];
+};
+
+// The same for each channel, whatever the activation's neighbours.
+template <bool kSilu>
+GDN_INLINE Vec activate(Vec y) {
+  return kSilu ? silu(y) : y;
+}
+
+// --- a lane is a channel ---
+
+// x and y of one batch entry in one dtype, channels side by side.
+template <class T>
+struct PackedChannels {
+  const T* x;
+  T* out;
+  std::int64_t x_token_stride;
+  std::int64_t out_token_stride;
+};
+
+template <class T>
+GDN_INLINE Vec load_x(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, std::int64_t n) {
+  return load_up_to(at.x + token * at.x_token_stride + channel, n);
+}
+template <class T>
+GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, Vec y,
+                          std::int64_t n) {
+  store_up_to(at.out + token * at.out_token_stride + channel, y, n);
+}
+
+// The same for any dtypes and strides.
+struct ScatteredChannels {
+  Lanes x;
+  MutableLanes out;
+  std::int64_t x_token_stride;
+  std::int64_t out_token_stride;
+};
+
+GDN_INLINE Vec load_x(const ScatteredChannels& at, std::int64_t token, std::int64_t channel, std::int64_t n) {
+  const std::int64_t offset = at.x.offset + token * at.x_token_stride + channel * at.x.stride;
+  return load_lanes({at.x.data, at.x.dtype, at.x.stride, offset}, n);
+}
+GDN_INLINE void store_out(const ScatteredChannels& at, std::int64_t token, std::int64_t channel, Vec y,
+                          std::int64_t n) {
+  const std::int64_t offset = at.out.offset + token * at.out_token_stride + channel * at.out.stride;
+  store_lanes({at.out.data, at.out.dtype, at.out.stride, offset}, y, n);
+}
+
+// Tokens [begin, end) of kVectors vectors of channels from `channel` on, the last of which has n lanes. `local` is the
+// first channel within the call's block. Without a history, x has the inputs before `begin`.
+template <int kWidth, bool kSilu, int kVectors, class Channels>
+GDN_INLINE void convolve_vectors(const Channels& channels, const Filter& filter, const History* history,
+                                 std::int64_t begin, std::int64_t end, std::int64_t channel, std::int64_t local,
+                                 std::int64_t n) {
+  Vec tap[kVectors][kWidth], bias[kVectors], window[kVectors][kWidth];
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t c = v * kLanes;
+    bias[v] = load(filter.bias + local + c);
+    for (int j = 0; j < kWidth; ++j) tap[v][j] = load(filter.tap[j] + local + c);
+    for (int j = 0; j < kWidth - 1; ++j) {
+      window[v][j] = history != nullptr ? load(history->input[j] + local + c)
+                                        : load_x(channels, begin - (kWidth - 1) + j, channel + c, n - c);
+    }
+  }
+  for (std::int64_t t = begin; t < end; ++t) {
+    for (int v = 0; v < kVectors; ++v) {
+      const std::int64_t c = v * kLanes;
+      window[v][kWidth - 1] = load_x(channels, t, channel + c, n - c);
+      Vec y = bias[v];
+      for (int j = 0; j < kWidth; ++j) y = fma(window[v][j], tap[v][j], y);
+      for (int j = 0; j < kWidth - 1; ++j) window[v][j] = window[v][j + 1];
+      store_out(channels, t, channel + c, activate<kSilu>(y), n - c);
+    }
+  }
+}
+
+template <int kWidth, bool kSilu, class Channels>
+void convolve_channels(const Channels& channels, const Filter& filter, const History* history, std::int64_t begin,
+                       std::int64_t end, std::int64_t channel_begin, std::int64_t channel_end) {
+  constexpr std::int64_t kStep = 2 * kLanes;
+  std::int64_t channel = channel_begin;
+  for (; channel + kStep <= channel_end; channel += kStep) {
+    convolve_vectors<kWidth, kSilu, 2>(channels, filter, history, begin, end, channel, channel - channel_begin, kStep);
+  }
+  for (; channel < channel_end; channel += kLanes) {
+    convolve_vectors<kWidth, kSilu, 1>(channels, filter, history, begin, end, channel, channel - channel_begin,
+                                       channel_end - channel);
+  }
+}
+
+// A few tokens at a time: all channels of a row of x are read before the row is far behind. In place, the inputs before
+// a pass would be outputs by then, so that one pass has to do.
+template <int kWidth, bool kSilu, class Channels>
+void convolve_passes(const Channels& channels, const Filter& filter, const History* history, bool in_place,
+                     std::int64_t begin, std::int64_t end, std::int64_t channel_begin, std::int64_t channel_end) {
+  const std::int64_t step = in_place ? end - begin : kTokensPerPass;
+  for (std::int64_t t = begin; t < end; t += step) {
+    convolve_channels<kWidth, kSilu>(channels, filter, t == begin ? history : nullptr, t, min_of(t + step, end),
+                                     channel_begin, channel_end);
+  }
+}
+
+// --- a lane is a token ---
+
+// All tokens of a piece of one channel, `num_tokens` from x on, tokens side by side. history: the inputs before them.
+template <int kWidth, bool kSilu, class T>
+void convolve_one_channel(const T* x, T* out, std::int64_t num_tokens, const float* history, const float* taps,
+                          float bias) {
+  float first[kMaxHistory + kLanes];  // the history and the inputs of the first vector
+  for (int j = 0; j < kWidth - 1; ++j) first[j] = history[j];
+  store(first + kWidth - 1, load_up_to(x, num_tokens));
+  Vec tap[kWidth];
+  for (int j = 0; j < kWidth; ++j) tap[j] = set1(taps[j]);
+  Vec y = set1(bias);
+  for (int j = 0; j < kWidth; ++j) y = fma(load(first + j), tap[j], y);
+  store_up_to(out, activate<kSilu>(y), num_tokens);
+  for (std::int64_t t = kLanes; t < num_tokens; t += kLanes) {
+    y = set1(bias);
+    for (int j = 0; j < kWidth; ++j) y = fma(load_up_to(x + t - (kWidth - 1) + j, num_tokens - t), tap[j], y);
+    store_up_to(out + t, activate<kSilu>(y), num_tokens - t);
+  }
+}
+
+template <int kWidth, bool kSilu, class T>
+void convolve_tokens(const ConvolutionParams& p, const ConvolutionPiece& piece, const T* x, T* out,
+                     const Filter& filter, const History* history, std::int64_t channel_begin,
+                     std::int64_t channel_end) {
+  for (std::int64_t channel = channel_begin; channel < channel_end; ++channel) {
+    const std::int64_t local = channel - channel_begin;
+    const T* from = x + channel * p.x.head_stride + piece.begin;
+    float taps[kWidth], before[kWidth - 1];
+    for (int j = 0; j < kWidth; ++j) taps[j] = filter.tap[j][local];
+    for (int j = 0; j < kWidth - 1; ++j) {
+      before[j] = history != nullptr ? history->input[j][local] : to_float(from[j - (kWidth - 1)]);
+    }
+    convolve_one_channel<kWidth, kSilu>(from, out + channel * p.out.head_stride + piece.begin, piece.end - piece.begin,
+                                        before, taps, filter.bias[local]);
+  }
+}
+
+// --- one piece ---
+
+template <int kWidth, bool kSilu, class T>
+void convolve_typed(const ConvolutionParams& p, const ConvolutionPiece& piece, const T* x, T* out, const Filter& filter,
+                    const History* history, std::int64_t channel_begin, std::int64_t channel_end) {
+  if (p.x.head_stride == 1 && p.out.head_stride == 1) {
+    const PackedChannels<T> channels{x, out, p.x.token_stride, p.out.token_stride};
+    convolve_passes<kWidth, kSilu>(channels, filter, history, p.in_place, piece.begin, piece.end, channel_begin,
+                                   channel_end);
+  } else {
+    convolve_tokens<kWidth, kSilu>(p, piece, x, out, filter, history, channel_begin, channel_end);
+  }
+}
+
+template <int kWidth, bool kSilu>
+void convolve_piece(const ConvolutionParams& p, const ConvolutionPiece& piece, const Filter& filter,
+                    const History* history, std::int64_t channel_begin, std::int64_t channel_end) {
+  const std::int64_t x_offset = piece.row->batch * p.x.batch_stride;
+  const std::int64_t out_offset = piece.row->batch * p.out.batch_stride;
+  const bool packed_channels = p.x.head_stride == 1 && p.out.head_stride == 1;
+  const bool packed_tokens = p.x.token_stride == 1 && p.out.token_stride == 1 && !p.in_place;
+  if (p.x.dtype == p.out.dtype && (packed_channels || packed_tokens)) {
+    return with_dtype(p.out.dtype, p.out.data, [&]<class T>(T* out) {
+      convolve_typed<kWidth, kSilu>(p, piece, static_cast<const T*>(p.x.data) + x_offset, out + out_offset, filter,
+                                    history, channel_begin, channel_end);
+    });
+  }
+  const ScatteredChannels channels{{p.x.data, p.x.dtype, p.x.head_stride, x_offset},
+                                   {p.out.data, p.out.dtype, p.out.head_stride, out_offset},
+                                   p.x.token_stride,
+                                   p.out.token_stride};
+  convolve_passes<kWidth, kSilu>(channels, filter, history, p.in_place, piece.begin, piece.end, channel_begin,
+                                 channel_end);
+}
+
+void clear_piece(const ConvolutionParams& p, const ConvolutionPiece& piece, std::int64_t channel, std::int64_t n) {
+  const std::int64_t offset = piece.row->batch * p.out.batch_stride + channel * p.out.head_stride;
+  for (std::int64_t t = piece.begin; t < piece.end; ++t) {
+    clear_lanes({p.out.data, p.out.dtype, p.out.head_stride, offset + t * p.out.token_stride}, n);
+  }
+}
+
+void store_states(const ConvolutionParams& p, const ConvolutionRow& row, std::int64_t channel, std::int64_t n) {
+  const std::int64_t num_tokens = row.is_padding ? 0 : row.end - row.begin;
+  if (row.final_slot >= 0) store_final_state(p, row, num_tokens, channel, n);
+  if (row.destination >= 0) update_state(p, row, num_tokens, channel, n);
+}
+
+template <int kWidth, bool kSilu>
+void convolve_pieces(const ConvolutionParams& p, const ConvolutionPiece* pieces, std::int64_t num_pieces,
+                     const Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
+  const std::int64_t n = channel_end - channel_begin;
+  History history;
+  for (std::int64_t i = 0; i < num_pieces; ++i) {
+    const ConvolutionPiece& piece = pieces[i];
+    const ConvolutionRow& row = *piece.row;
+    const bool is_first = piece.begin == row.begin;
+    if (is_first) {
+      if (!row.is_padding) load_history(p, row, channel_begin, n, history.input[0], kConvolutionChannels);
+      store_states(p, row, channel_begin, n);
+    }
+    if (row.is_padding) {
+      clear_piece(p, piece, channel_begin, n);
+    } else if (piece.begin < piece.end) {
+      convolve_piece<kWidth, kSilu>(p, piece, filter, is_first ? &history : nullptr, channel_begin, channel_end);
+    }
+  }
+}
+
+void load_filter(const ConvolutionParams& p, std::int64_t channel, std::int64_t n, Filter& filter) {
+  for (std::int64_t j = 0; j < p.width; ++j) {
+    const std::int64_t offset = channel * p.weight_channel_stride + j * p.weight_tap_stride;
+    widen_lanes(filter.tap[j], {p.weight, p.weight_dtype, p.weight_channel_stride, offset}, n);
+  }
+  if (p.bias.data != nullptr) {
+    widen_lanes(filter.bias, {p.bias.data, p.bias.dtype, p.bias.stride, channel * p.bias.stride}, n);
+  } else {
+    for (std::int64_t i = 0; i < n; i += kLanes) store(filter.bias + i, zero());
+  }
+}
+
+template <int kWidth>
+void convolve_width(const ConvolutionParams& p, const ConvolutionPiece* pieces, std::int64_t num_pieces,
+                    std::int64_t channel_begin, std::int64_t channel_end) {
+  Filter filter;
+  load_filter(p, channel_begin, channel_end - channel_begin, filter);
+  if (p.silu) {
+    convolve_pieces<kWidth, true>(p, pieces, num_pieces, filter, channel_begin, channel_end);
+  } else {
+    convolve_pieces<kWidth, false>(p, pieces, num_pieces, filter, channel_begin, channel_end);
+  }
+}
+
+}  // namespace
+
+void causal_conv1d(const ConvolutionParams& params, const ConvolutionPiece* pieces, std::int64_t num_pieces,
+                   std::int64_t channel_begin, std::int64_t channel_end) {
+  switch (params.width) {
+    case 2:
+      return convolve_width<2>(params, pieces, num_pieces, channel_begin, channel_end);
+    case 3:
+      return convolve_width<3>(params, pieces, num_pieces, channel_begin, channel_end);
+    case 4:
+      return convolve_width<4>(params, pieces, num_pieces, channel_begin, channel_end);
+    default:
+      return convolve_width<5>(params, pieces, num_pieces, channel_begin, channel_end);
+  }
+}
+
+}  // namespace gdn::cpu::GDN_ISA
