@@ -30,10 +30,14 @@ struct History {
   alignas(kScratchAlignment) float input[kMaxHistory][kConvolutionChannels];
 };
 
-// The same for each channel, whatever the activation's neighbours.
-template <bool kSilu>
-GDN_INLINE Vec activate(Vec y) {
+// As exact as T, in which the result is stored, asks for.
+template <bool kSilu, class T>
+GDN_INLINE Vec activate(Vec y, const T*) {
   return kSilu ? silu(y) : y;
+}
+template <bool kSilu>
+GDN_INLINE Vec activate(Vec y, const BFloat16*) {
+  return kSilu ? coarse_silu(y) : y;
 }
 
 // --- a lane is a channel ---
@@ -51,10 +55,23 @@ template <class T>
 GDN_INLINE Vec load_x(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, std::int64_t n) {
   return load_up_to(at.x + token * at.x_token_stride + channel, n);
 }
-template <class T>
-GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, Vec y,
+template <bool kSilu, class T>
+GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, const Vec (&y)[1],
                           std::int64_t n) {
-  store_up_to(at.out + token * at.out_token_stride + channel, y, n);
+  store_up_to(at.out + token * at.out_token_stride + channel, activate<kSilu>(y[0], at.out), n);
+}
+template <bool kSilu, class T>
+GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, const Vec (&y)[2],
+                          std::int64_t) {
+  T* out = at.out + token * at.out_token_stride + channel;
+  const Vec first = activate<kSilu>(y[0], at.out);
+  const Vec second = activate<kSilu>(y[1], at.out);
+  if constexpr (requires { store_pair(out, first, second); }) {
+    store_pair(out, first, second);
+  } else {
+    store(out, first);
+    store(out + kLanes, second);
+  }
 }
 
 // The same for any dtypes and strides.
@@ -69,10 +86,16 @@ GDN_INLINE Vec load_x(const ScatteredChannels& at, std::int64_t token, std::int6
   const std::int64_t offset = at.x.offset + token * at.x_token_stride + channel * at.x.stride;
   return load_lanes({at.x.data, at.x.dtype, at.x.stride, offset}, n);
 }
-GDN_INLINE void store_out(const ScatteredChannels& at, std::int64_t token, std::int64_t channel, Vec y,
-                          std::int64_t n) {
-  const std::int64_t offset = at.out.offset + token * at.out_token_stride + channel * at.out.stride;
-  store_lanes({at.out.data, at.out.dtype, at.out.stride, offset}, y, n);
+template <bool kSilu, int kVectors>
+GDN_INLINE void store_out(const ScatteredChannels& at, std::int64_t token, std::int64_t channel,
+                          const Vec (&y)[kVectors], std::int64_t n) {
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t c = v * kLanes;
+    const std::int64_t offset = at.out.offset + token * at.out_token_stride + (channel + c) * at.out.stride;
+    const Vec result = at.out.dtype == DType::kBFloat16 ? activate<kSilu>(y[v], static_cast<const BFloat16*>(nullptr))
+                                                        : activate<kSilu>(y[v], static_cast<const float*>(nullptr));
+    store_lanes({at.out.data, at.out.dtype, at.out.stride, offset}, result, n - c);
+  }
 }
 
 // Tokens [begin, end) of kVectors vectors of channels from `channel` on, the last of which has n lanes. `local` is the
@@ -92,14 +115,14 @@ GDN_INLINE void convolve_vectors(const Channels& channels, const Filter& filter,
     }
   }
   for (std::int64_t t = begin; t < end; ++t) {
+    Vec y[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      const std::int64_t c = v * kLanes;
-      window[v][kWidth - 1] = load_x(channels, t, channel + c, n - c);
-      Vec y = bias[v];
-      for (int j = 0; j < kWidth; ++j) y = fma(window[v][j], tap[v][j], y);
+      window[v][kWidth - 1] = load_x(channels, t, channel + v * kLanes, n - v * kLanes);
+      y[v] = bias[v];
+      for (int j = 0; j < kWidth; ++j) y[v] = fma(window[v][j], tap[v][j], y[v]);
       for (int j = 0; j < kWidth - 1; ++j) window[v][j] = window[v][j + 1];
-      store_out(channels, t, channel + c, activate<kSilu>(y), n - c);
     }
+    store_out<kSilu>(channels, t, channel, y, n);
   }
 }
 
@@ -142,11 +165,11 @@ void convolve_one_channel(const T* x, T* out, std::int64_t num_tokens, const flo
   for (int j = 0; j < kWidth; ++j) tap[j] = set1(taps[j]);
   Vec y = set1(bias);
   for (int j = 0; j < kWidth; ++j) y = fma(load(first + j), tap[j], y);
-  store_up_to(out, activate<kSilu>(y), num_tokens);
+  store_up_to(out, activate<kSilu>(y, out), num_tokens);
   for (std::int64_t t = kLanes; t < num_tokens; t += kLanes) {
     y = set1(bias);
     for (int j = 0; j < kWidth; ++j) y = fma(load_up_to(x + t - (kWidth - 1) + j, num_tokens - t), tap[j], y);
-    store_up_to(out + t, activate<kSilu>(y), num_tokens - t);
+    store_up_to(out + t, activate<kSilu>(y, out), num_tokens - t);
   }
 }
 

@@ -39,11 +39,9 @@ GDN_INLINE void store_scalar(DType dtype, void* data, std::int64_t index, float 
 // The first n of them, at most kLanes.
 GDN_INLINE Vec load_lanes(const Lanes& x, std::int64_t n) {
   if (x.stride == 1) return load_as(x.dtype, x.data, x.offset, n);
-  float lanes[kLanes] = {};
-  for (std::int64_t i = 0; i < min_of(n, kLanes); ++i) {
-    lanes[i] = load_scalar(x.dtype, x.data, x.offset + i * x.stride);
-  }
-  return load(lanes);
+  if (x.dtype == DType::kBFloat16) return load_strided(static_cast<const BFloat16*>(x.data) + x.offset, x.stride, n);
+  if (x.dtype == DType::kFloat16) return load_strided(static_cast<const Float16*>(x.data) + x.offset, x.stride, n);
+  return load_strided(static_cast<const float*>(x.data) + x.offset, x.stride, n);
 }
 
 GDN_INLINE void store_lanes(const MutableLanes& to, Vec x, std::int64_t n) {
@@ -138,6 +136,27 @@ void store_joined(const ConvolutionParams& p, const ConvolutionRow& row, const M
   }
 }
 
+// Whether the columns of one channel after the other lie side by side, in a state that is shifted in place.
+GDN_INLINE bool is_packed_in_place(const ConvolutionParams& p, const ConvolutionRow& row) {
+  return p.source.data == p.destination.data && row.source == row.destination && p.destination.column_stride == 1 &&
+         p.destination.channel_stride == p.num_columns;
+}
+
+// The same as a shift of each channel: what enters a channel from the next is overwritten by x.
+void shift_packed_state(const ConvolutionParams& p, const ConvolutionRow& row, std::int64_t num_tokens,
+                        std::int64_t channel, std::int64_t n) {
+  const std::int64_t size = element_size(p.destination.dtype);
+  char* first =
+      static_cast<char*>(p.destination.data) + state_offset(p.destination, row.destination, channel, 0) * size;
+  const std::int64_t kept = n * p.num_columns - num_tokens;
+  std::memmove(first, first + num_tokens * size, static_cast<std::size_t>(kept * size));
+  for (std::int64_t t = 0; t < num_tokens; ++t) {
+    const std::int64_t column = p.num_columns - num_tokens + t;
+    copy_lanes(mutable_state_lanes(p.destination, row.destination, channel, column),
+               input_lanes(p, row, row.begin + t, channel), n);
+  }
+}
+
 // The columns that a row of num_tokens leaves. Ascending: where source and destination are the same memory, a column is
 // read before it is written.
 void update_state(const ConvolutionParams& p, const ConvolutionRow& row, std::int64_t num_tokens, std::int64_t channel,
@@ -147,6 +166,10 @@ void update_state(const ConvolutionParams& p, const ConvolutionRow& row, std::in
   };
   switch (p.update) {
     case ConvolutionUpdate::kShift:
+      if (num_tokens < p.num_columns && is_packed_in_place(p, row)) {
+        shift_packed_state(p, row, num_tokens, channel, n);
+        break;
+      }
       for (std::int64_t column = 0; column < p.num_columns; ++column) {
         store_joined(p, row, to(column), column + num_tokens, channel, n);
       }

@@ -48,5 +48,10 @@ GDN_INLINE Vec sigmoid(Vec x) {
 
 GDN_INLINE Vec silu(Vec x) { return mul(x, sigmoid(x)); }
 
+// silu for results that are stored as bfloat16: within 2^-12.6 of it, where it is above 1e-36.
+GDN_INLINE Vec coarse_silu(Vec x) {
+  return mul(x, coarse_reciprocal(add(coarse_exp2(mul(x, set1(-0x1.715476p+0f))), set1(1.0f))));
+}
+
 }  // namespace
 }  // namespace gdn::cpu::GDN_ISA

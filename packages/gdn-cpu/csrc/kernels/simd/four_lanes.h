@@ -3,6 +3,8 @@
 // What the levels of four lanes share; included after their Vec. Partial accesses go through a small buffer.
 #pragma once
 
+#include "coarse.h"
+
 namespace gdn::cpu::GDN_ISA {
 namespace {
 
