@@ -30,14 +30,45 @@ struct History {
   alignas(kScratchAlignment) float input[kMaxHistory][kConvolutionChannels];
 };
 
-// As exact as T, in which the result is stored, asks for.
+// Where SiLU is stored as bfloat16 it is computed only as well as that shows, from sums that the filter has scaled.
+template <class T>
+constexpr bool kIsBFloat16 = false;
+template <>
+constexpr bool kIsBFloat16<BFloat16> = true;
 template <bool kSilu, class T>
-GDN_INLINE Vec activate(Vec y, const T*) {
-  return kSilu ? silu(y) : y;
+constexpr bool kIsCoarse = kSilu && kIsBFloat16<T>;
+
+template <bool kSilu, class T>
+GDN_INLINE Vec activate(Vec y) {
+  if constexpr (kIsCoarse<kSilu, T>) {
+    return coarse_silu(y);
+  } else if constexpr (kSilu) {
+    return silu(y);
+  } else {
+    return y;
+  }
 }
-template <bool kSilu>
-GDN_INLINE Vec activate(Vec y, const BFloat16*) {
-  return kSilu ? coarse_silu(y) : y;
+
+template <bool kSilu, class T>
+GDN_INLINE void store_activated(T* to, Vec y, std::int64_t n) {
+  if constexpr (kIsCoarse<kSilu, T>) {
+    store_coarse(to, activate<kSilu, T>(y), n);
+  } else {
+    store_up_to(to, activate<kSilu, T>(y), n);
+  }
+}
+template <bool kSilu, class T>
+GDN_INLINE void store_activated_pair(T* to, const Vec (&y)[2]) {
+  const Vec first = activate<kSilu, T>(y[0]);
+  const Vec second = activate<kSilu, T>(y[1]);
+  if constexpr (kIsCoarse<kSilu, T>) {
+    store_coarse_pair(to, first, second);
+  } else if constexpr (requires { store_pair(to, first, second); }) {
+    store_pair(to, first, second);
+  } else {
+    store(to, first);
+    store(to + kLanes, second);
+  }
 }
 
 // --- a lane is a channel ---
@@ -58,20 +89,12 @@ GDN_INLINE Vec load_x(const PackedChannels<T>& at, std::int64_t token, std::int6
 template <bool kSilu, class T>
 GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, const Vec (&y)[1],
                           std::int64_t n) {
-  store_up_to(at.out + token * at.out_token_stride + channel, activate<kSilu>(y[0], at.out), n);
+  store_activated<kSilu>(at.out + token * at.out_token_stride + channel, y[0], n);
 }
 template <bool kSilu, class T>
 GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, const Vec (&y)[2],
                           std::int64_t) {
-  T* out = at.out + token * at.out_token_stride + channel;
-  const Vec first = activate<kSilu>(y[0], at.out);
-  const Vec second = activate<kSilu>(y[1], at.out);
-  if constexpr (requires { store_pair(out, first, second); }) {
-    store_pair(out, first, second);
-  } else {
-    store(out, first);
-    store(out + kLanes, second);
-  }
+  store_activated_pair<kSilu>(at.out + token * at.out_token_stride + channel, y);
 }
 
 // The same for any dtypes and strides.
@@ -92,8 +115,8 @@ GDN_INLINE void store_out(const ScatteredChannels& at, std::int64_t token, std::
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t c = v * kLanes;
     const std::int64_t offset = at.out.offset + token * at.out_token_stride + (channel + c) * at.out.stride;
-    const Vec result = at.out.dtype == DType::kBFloat16 ? activate<kSilu>(y[v], static_cast<const BFloat16*>(nullptr))
-                                                        : activate<kSilu>(y[v], static_cast<const float*>(nullptr));
+    const bool coarse = at.out.dtype == DType::kBFloat16 && kSilu;
+    const Vec result = coarse ? coarse_bfloat16(activate<kSilu, BFloat16>(y[v])) : activate<kSilu, float>(y[v]);
     store_lanes({at.out.data, at.out.dtype, at.out.stride, offset}, result, n - c);
   }
 }
@@ -143,7 +166,7 @@ void convolve_channels(const Channels& channels, const Filter& filter, const His
 // A few tokens at a time: all channels of a row of x are read before the row is far behind. In place, the inputs before
 // a pass would be outputs by then, so that one pass has to do.
 template <int kWidth, bool kSilu, class Channels>
-void convolve_passes(const Channels& channels, const Filter& filter, const History* history, bool in_place,
+__attribute__((noinline)) void convolve_passes(const Channels& channels, const Filter& filter, const History* history, bool in_place,
                      std::int64_t begin, std::int64_t end, std::int64_t channel_begin, std::int64_t channel_end) {
   const std::int64_t step = in_place ? end - begin : kTokensPerPass;
   for (std::int64_t t = begin; t < end; t += step) {
@@ -165,16 +188,16 @@ void convolve_one_channel(const T* x, T* out, std::int64_t num_tokens, const flo
   for (int j = 0; j < kWidth; ++j) tap[j] = set1(taps[j]);
   Vec y = set1(bias);
   for (int j = 0; j < kWidth; ++j) y = fma(load(first + j), tap[j], y);
-  store_up_to(out, activate<kSilu>(y, out), num_tokens);
+  store_activated<kSilu>(out, y, num_tokens);
   for (std::int64_t t = kLanes; t < num_tokens; t += kLanes) {
     y = set1(bias);
     for (int j = 0; j < kWidth; ++j) y = fma(load_up_to(x + t - (kWidth - 1) + j, num_tokens - t), tap[j], y);
-    store_up_to(out + t, activate<kSilu>(y, out), num_tokens - t);
+    store_activated<kSilu>(out + t, y, num_tokens - t);
   }
 }
 
 template <int kWidth, bool kSilu, class T>
-void convolve_tokens(const ConvolutionParams& p, const ConvolutionPiece& piece, const T* x, T* out,
+__attribute__((noinline)) void convolve_tokens(const ConvolutionParams& p, const ConvolutionPiece& piece, const T* x, T* out,
                      const Filter& filter, const History* history, std::int64_t channel_begin,
                      std::int64_t channel_end) {
   for (std::int64_t channel = channel_begin; channel < channel_end; ++channel) {
@@ -259,23 +282,51 @@ void convolve_pieces(const ConvolutionParams& p, const ConvolutionPiece* pieces,
   }
 }
 
+template <int kWidth>
+GDN_INLINE void scale_filter(std::int64_t n, Filter& filter) {
+  const Vec scale = set1(kCoarseSiluScale);
+  for (std::int64_t c = 0; c < n; c += kLanes) {
+    for (int j = 0; j < kWidth; ++j) store(filter.tap[j] + c, mul(load(filter.tap[j] + c), scale));
+    store(filter.bias + c, mul(load(filter.bias + c), scale));
+  }
+}
+
+// [C, kWidth] as a module holds it: the taps of a channel side by side.
+template <int kWidth, class T>
+GDN_INLINE std::int64_t load_interleaved_taps(const T* weight, std::int64_t n, Filter& filter) {
+  std::int64_t c = 0;
+  for (; c + kLanes <= n; c += kLanes) {
+    Vec tap[kWidth];
+    load_interleaved<kWidth>(weight + c * kWidth, tap);
+    for (int j = 0; j < kWidth; ++j) store(filter.tap[j] + c, canonical_nan(tap[j]));
+  }
+  return c;
+}
+
+template <int kWidth>
 void load_filter(const ConvolutionParams& p, std::int64_t channel, std::int64_t n, Filter& filter) {
-  for (std::int64_t j = 0; j < p.width; ++j) {
-    const std::int64_t offset = channel * p.weight_channel_stride + j * p.weight_tap_stride;
-    widen_lanes(filter.tap[j], {p.weight, p.weight_dtype, p.weight_channel_stride, offset}, n);
+  std::int64_t done = 0;
+  if (p.weight_tap_stride == 1 && p.weight_channel_stride == kWidth) {
+    with_dtype(p.weight_dtype, p.weight,
+               [&](auto* weight) { done = load_interleaved_taps<kWidth>(weight + channel * kWidth, n, filter); });
+  }
+  for (int j = 0; j < kWidth && done < n; ++j) {
+    const std::int64_t offset = (channel + done) * p.weight_channel_stride + j * p.weight_tap_stride;
+    widen_lanes(filter.tap[j] + done, {p.weight, p.weight_dtype, p.weight_channel_stride, offset}, n - done);
   }
   if (p.bias.data != nullptr) {
     widen_lanes(filter.bias, {p.bias.data, p.bias.dtype, p.bias.stride, channel * p.bias.stride}, n);
   } else {
     for (std::int64_t i = 0; i < n; i += kLanes) store(filter.bias + i, zero());
   }
+  if (p.silu && p.out.dtype == DType::kBFloat16) scale_filter<kWidth>(n, filter);
 }
 
 template <int kWidth>
 void convolve_width(const ConvolutionParams& p, const ConvolutionPiece* pieces, std::int64_t num_pieces,
                     std::int64_t channel_begin, std::int64_t channel_end) {
   Filter filter;
-  load_filter(p, channel_begin, channel_end - channel_begin, filter);
+  load_filter<kWidth>(p, channel_begin, channel_end - channel_begin, filter);
   if (p.silu) {
     convolve_pieces<kWidth, true>(p, pieces, num_pieces, filter, channel_begin, channel_end);
   } else {

@@ -55,7 +55,7 @@ GDN_INLINE void store_lanes(const MutableLanes& to, Vec x, std::int64_t n) {
 
 // To fp32, zeros up to a whole vector.
 GDN_INLINE void widen_lanes(float* to, const Lanes& from, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; i += kLanes) store(to + i, load_lanes(lanes_from(from, i), n - i));
+  for (std::int64_t i = 0; i < n; i += kLanes) store(to + i, canonical_nan(load_lanes(lanes_from(from, i), n - i)));
 }
 
 template <class T>

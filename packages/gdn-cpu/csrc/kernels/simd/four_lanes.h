@@ -3,8 +3,6 @@
 // What the levels of four lanes share; included after their Vec. Partial accesses go through a small buffer.
 #pragma once
 
-#include "coarse.h"
-
 namespace gdn::cpu::GDN_ISA {
 namespace {
 
@@ -40,3 +38,5 @@ GDN_INLINE void store_sums(const Vec* x, float* first, float* second) {
 
 }  // namespace
 }  // namespace gdn::cpu::GDN_ISA
+
+#include "coarse.h"
