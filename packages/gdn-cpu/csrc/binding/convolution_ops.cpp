@@ -45,8 +45,8 @@ ConvolutionStates states_of(const TensorView& view) {
 void check_pool(const TensorView& pool, Name name, const ConvolutionParams& params) {
   check_floating(pool, name, {"P", params.num_channels, "state_len"});
   if (pool.size(2) < params.width - 1) {
-    raise_value(cat(
-        {name, ": expected a state_len of at least ", std::to_string(params.width - 1), ", got ", describe(pool)}));
+    raise_value(
+        cat({name, ": expected a state_len of at least ", std::to_string(params.width - 1), ", got ", describe(pool)}));
   }
   check_separate_elements(pool, name);
 }
@@ -98,7 +98,8 @@ bool same_elements(const TensorView& left, const TensorView& right) {
   const bool alike = left.data() == right.data() && left.ndim() == right.ndim() &&
                      left.dl.dtype.code == right.dl.dtype.code && left.dl.dtype.bits == right.dl.dtype.bits;
   for (int dim = 0; alike && dim < left.ndim(); ++dim) {
-    if (left.size(dim) != right.size(dim) || (left.size(dim) > 1 && left.stride(dim) != right.stride(dim))) return false;
+    if (left.size(dim) != right.size(dim) || (left.size(dim) > 1 && left.stride(dim) != right.stride(dim)))
+      return false;
   }
   return alike;
 }
@@ -134,8 +135,7 @@ void set_operands(ConvolutionParams& params, TensorView& x, const TensorView& ou
     copy_into_view(x);
     params.in_place = false;
   }
-  params.x = {x.data(), *floating_dtype(x), stride_of(x, axes.batch), stride_of(x, axes.token),
-              x.stride(axes.channel)};
+  params.x = {x.data(), *floating_dtype(x), stride_of(x, axes.batch), stride_of(x, axes.token), x.stride(axes.channel)};
   params.out = {out.data(), *floating_dtype(out), stride_of(out, axes.batch), stride_of(out, axes.token),
                 out.stride(axes.channel)};
 }

@@ -8,8 +8,9 @@
 //
 // Where channels have unit stride in x and y, a lane is a channel, and a window of the last inputs stays in registers
 // over a few tokens. Where tokens have, a lane is a token. Anything else goes lane by lane. The sum starts from the
-// bias and adds the oldest tap first, by fma, whichever way: the values are the same.
-// Bound by arithmetic where SiLU follows, by memory where not.
+// bias and adds the oldest tap first, by fma, whichever way: the values are the same. A decode step on a packed state
+// of the same dtype has a loop of its own. SiLU that is stored as bfloat16 is computed within 2^-12.6. Bound by
+// arithmetic, that of SiLU, while x and y fit the caches; by memory beyond.
 #include "convolution_state.h"
 #include "kernels.h"
 #include "vector_math.h"
@@ -97,6 +98,13 @@ GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::
   store_activated_pair<kSilu>(at.out + token * at.out_token_stride + channel, y);
 }
 
+// The row of x that comes a pass later, and its row of y, which stores would fetch one line at a time.
+template <class T>
+GDN_INLINE void prefetch_pass(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel) {
+  __builtin_prefetch(at.x + token * at.x_token_stride + channel, 0, 2);
+  __builtin_prefetch(at.out + token * at.out_token_stride + channel, 1, 2);
+}
+
 // The same for any dtypes and strides.
 struct ScatteredChannels {
   Lanes x;
@@ -121,12 +129,14 @@ GDN_INLINE void store_out(const ScatteredChannels& at, std::int64_t token, std::
   }
 }
 
+GDN_INLINE void prefetch_pass(const ScatteredChannels&, std::int64_t, std::int64_t) {}
+
 // Tokens [begin, end) of kVectors vectors of channels from `channel` on, the last of which has n lanes. `local` is the
 // first channel within the call's block. Without a history, x has the inputs before `begin`.
 template <int kWidth, bool kSilu, int kVectors, class Channels>
 GDN_INLINE void convolve_vectors(const Channels& channels, const Filter& filter, const History* history,
                                  std::int64_t begin, std::int64_t end, std::int64_t channel, std::int64_t local,
-                                 std::int64_t n) {
+                                 std::int64_t n, bool more_passes) {
   Vec tap[kVectors][kWidth], bias[kVectors], window[kVectors][kWidth];
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t c = v * kLanes;
@@ -145,33 +155,36 @@ GDN_INLINE void convolve_vectors(const Channels& channels, const Filter& filter,
       for (int j = 0; j < kWidth; ++j) y[v] = fma(window[v][j], tap[v][j], y[v]);
       for (int j = 0; j < kWidth - 1; ++j) window[v][j] = window[v][j + 1];
     }
+    if (more_passes) prefetch_pass(channels, t + kTokensPerPass, channel);
     store_out<kSilu>(channels, t, channel, y, n);
   }
 }
 
 template <int kWidth, bool kSilu, class Channels>
 void convolve_channels(const Channels& channels, const Filter& filter, const History* history, std::int64_t begin,
-                       std::int64_t end, std::int64_t channel_begin, std::int64_t channel_end) {
+                       std::int64_t end, std::int64_t channel_begin, std::int64_t channel_end, bool more_passes) {
   constexpr std::int64_t kStep = 2 * kLanes;
   std::int64_t channel = channel_begin;
   for (; channel + kStep <= channel_end; channel += kStep) {
-    convolve_vectors<kWidth, kSilu, 2>(channels, filter, history, begin, end, channel, channel - channel_begin, kStep);
+    convolve_vectors<kWidth, kSilu, 2>(channels, filter, history, begin, end, channel, channel - channel_begin, kStep,
+                                       more_passes);
   }
   for (; channel < channel_end; channel += kLanes) {
     convolve_vectors<kWidth, kSilu, 1>(channels, filter, history, begin, end, channel, channel - channel_begin,
-                                       channel_end - channel);
+                                       channel_end - channel, more_passes);
   }
 }
 
 // A few tokens at a time: all channels of a row of x are read before the row is far behind. In place, the inputs before
 // a pass would be outputs by then, so that one pass has to do.
 template <int kWidth, bool kSilu, class Channels>
-__attribute__((noinline)) void convolve_passes(const Channels& channels, const Filter& filter, const History* history, bool in_place,
-                     std::int64_t begin, std::int64_t end, std::int64_t channel_begin, std::int64_t channel_end) {
+__attribute__((noinline)) void convolve_passes(const Channels& channels, const Filter& filter, const History* history,
+                                               bool in_place, std::int64_t begin, std::int64_t end,
+                                               std::int64_t channel_begin, std::int64_t channel_end) {
   const std::int64_t step = in_place ? end - begin : kTokensPerPass;
   for (std::int64_t t = begin; t < end; t += step) {
     convolve_channels<kWidth, kSilu>(channels, filter, t == begin ? history : nullptr, t, min_of(t + step, end),
-                                     channel_begin, channel_end);
+                                     channel_begin, channel_end, t + step < end);
   }
 }
 
@@ -197,9 +210,9 @@ void convolve_one_channel(const T* x, T* out, std::int64_t num_tokens, const flo
 }
 
 template <int kWidth, bool kSilu, class T>
-__attribute__((noinline)) void convolve_tokens(const ConvolutionParams& p, const ConvolutionPiece& piece, const T* x, T* out,
-                     const Filter& filter, const History* history, std::int64_t channel_begin,
-                     std::int64_t channel_end) {
+__attribute__((noinline)) void convolve_tokens(const ConvolutionParams& p, const ConvolutionPiece& piece, const T* x,
+                                               T* out, const Filter& filter, const History* history,
+                                               std::int64_t channel_begin, std::int64_t channel_end) {
   for (std::int64_t channel = channel_begin; channel < channel_end; ++channel) {
     const std::int64_t local = channel - channel_begin;
     const T* from = x + channel * p.x.head_stride + piece.begin;
@@ -261,6 +274,79 @@ void store_states(const ConvolutionParams& p, const ConvolutionRow& row, std::in
   if (row.destination >= 0) update_state(p, row, num_tokens, channel, n);
 }
 
+// --- one token, on a state whose channels lie side by side too ---
+
+template <class T>
+T* column_of(const ConvolutionStates& s, std::int64_t slot, std::int64_t column) {
+  return static_cast<T*>(s.data) + slot * s.slot_stride + column * s.column_stride;
+}
+
+// What decode is made of: without copies of the history, all operands read once. The state becomes the inputs that
+// follow the oldest one, whether shifted or rolled back.
+bool is_plain_step(const ConvolutionParams& p, const ConvolutionRow& row) {
+  const bool one_token = row.end - row.begin == 1 && !row.is_padding && row.final_slot < 0;
+  const bool in_place = row.source >= 0 && row.source == row.destination && p.source.data == p.destination.data;
+  const bool keeps_history = p.update == ConvolutionUpdate::kRollback ||
+                             (p.update == ConvolutionUpdate::kShift && p.num_columns == p.width - 1);
+  const bool packed = p.x.head_stride == 1 && p.out.head_stride == 1 && p.destination.channel_stride == 1;
+  return one_token && in_place && keeps_history && packed && p.x.dtype == p.out.dtype &&
+         p.x.dtype == p.destination.dtype;
+}
+
+template <int kWidth, bool kSilu, class T>
+struct Step {
+  const T* x;
+  T* out;
+  const T* history[kWidth - 1];
+  T* column[kWidth - 1];  // columns 0 .. W-2, which may be the history's own
+};
+
+template <int kWidth, bool kSilu, int kVectors, class T>
+GDN_INLINE void step_vectors(const Step<kWidth, kSilu, T>& step, const Filter& filter, std::int64_t channel,
+                             std::int64_t local, std::int64_t n) {
+  Vec y[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t c = v * kLanes;
+    y[v] = load(filter.bias + local + c);
+    for (int j = 0; j < kWidth; ++j) {
+      const T* input = j < kWidth - 1 ? step.history[j] : step.x;
+      y[v] = fma(load_up_to(input + channel + c, n - c), load(filter.tap[j] + local + c), y[v]);
+    }
+  }
+  const std::size_t bytes = static_cast<std::size_t>(min_of(n, kVectors * kLanes)) * sizeof(T);
+  for (int j = 0; j < kWidth - 1; ++j) {
+    const T* next = j < kWidth - 2 ? step.history[j + 1] : step.x;
+    T moved[kVectors * kLanes];
+    std::memcpy(moved, next + channel, bytes);
+    std::memcpy(step.column[j] + channel, moved, bytes);
+  }
+  if constexpr (kVectors == 2) {
+    store_activated_pair<kSilu>(step.out + channel, y);
+  } else {
+    store_activated<kSilu>(step.out + channel, y[0], n);
+  }
+}
+
+template <int kWidth, bool kSilu, class T>
+__attribute__((noinline)) void step_row(const ConvolutionParams& p, const ConvolutionRow& row, const Filter& filter,
+                                        const T* x, T* out, std::int64_t channel_begin, std::int64_t channel_end) {
+  Step<kWidth, kSilu, T> step;
+  step.x = x + row.batch * p.x.batch_stride + row.begin * p.x.token_stride;
+  step.out = out + row.batch * p.out.batch_stride + row.begin * p.out.token_stride;
+  for (int j = 0; j < kWidth - 1; ++j) {
+    step.history[j] = column_of<T>(p.source, row.source, row.first_column + j);
+    step.column[j] = column_of<T>(p.destination, row.destination, j);
+  }
+  constexpr std::int64_t kStep = 2 * kLanes;
+  std::int64_t channel = channel_begin;
+  for (; channel + kStep <= channel_end; channel += kStep) {
+    step_vectors<kWidth, kSilu, 2>(step, filter, channel, channel - channel_begin, kStep);
+  }
+  for (; channel < channel_end; channel += kLanes) {
+    step_vectors<kWidth, kSilu, 1>(step, filter, channel, channel - channel_begin, channel_end - channel);
+  }
+}
+
 template <int kWidth, bool kSilu>
 void convolve_pieces(const ConvolutionParams& p, const ConvolutionPiece* pieces, std::int64_t num_pieces,
                      const Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
@@ -270,6 +356,12 @@ void convolve_pieces(const ConvolutionParams& p, const ConvolutionPiece* pieces,
     const ConvolutionPiece& piece = pieces[i];
     const ConvolutionRow& row = *piece.row;
     const bool is_first = piece.begin == row.begin;
+    if (is_plain_step(p, row)) {
+      with_dtype(p.out.dtype, p.out.data, [&]<class T>(T* out) {
+        step_row<kWidth, kSilu>(p, row, filter, static_cast<const T*>(p.x.data), out, channel_begin, channel_end);
+      });
+      continue;
+    }
     if (is_first) {
       if (!row.is_padding) load_history(p, row, channel_begin, n, history.input[0], kConvolutionChannels);
       store_states(p, row, channel_begin, n);

@@ -153,11 +153,9 @@ GDN_INLINE void store_pair(BFloat16* p, Vec a, Vec b) {
 
 // A NaN becomes the default one, others stay.
 GDN_INLINE Vec canonical_nan(Vec x) { return {_mm512_fixupimm_ps(x.v, x.v, _mm512_set1_epi32(0x33), 0)}; }
-// The nearest bfloat16 in the high halves, ties away from zero: one operation instead of four. The NaN must have no bits
-// in their low halves, as those from bfloat16 and canonical_nan.
-GDN_INLINE __m512i coarse_bits(Vec x) {
-  return _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x8000));
-}
+// The nearest bfloat16 in the high halves, ties away from zero: one operation instead of four. The NaN must have no
+// bits in their low halves, as those from bfloat16 and canonical_nan.
+GDN_INLINE __m512i coarse_bits(Vec x) { return _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x8000)); }
 GDN_INLINE Vec coarse_bfloat16(Vec x) {
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   return {_mm512_castsi512_ps(_mm512_and_si512(coarse_bits(canonical_nan(x)), high))};
