@@ -119,6 +119,8 @@ struct RecurrenceParams {
   const std::int64_t* destination_slots = nullptr;
   std::int64_t destination_columns = 0;
   const Replay* replay = nullptr;  // optional
+  // Slots other than the source are written past the caches: for more states than these hold.
+  bool streams_states = false;
 
   // Optional fp32 states after 0, 64, 128, ... tokens of each sequence (ceil(len / 64) of them), packed, in the
   // layout of the state: chunk_states + (chunk_offsets[n] + i) * HV * K * V + h * K * V.
@@ -231,12 +233,19 @@ struct alignas(kScratchAlignment) RecurrenceScratch {
   float record_u[kMaxRecords * kMaxHeadDim];
 };
 
+// A share of a recurrence: value columns [v_begin, v_end) of one head of a sequence, multiples of 16 or V itself.
+struct RecurrenceItem {
+  std::int64_t sequence, head;
+  std::int64_t v_begin, v_end;
+  bool is_awaited;  // the item before, of the same thread, has asked for this one's state
+};
+
 // The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.
 // Values never depend on how: not on v_begin and v_end, not on the rows of a call.
 struct KernelTable {
-  // Sequence n, value head h, value columns [v_begin, v_end); v_begin and v_end are multiples of 16 or V itself.
-  void (*recurrence)(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
-                     std::int64_t v_end, RecurrenceScratch& scratch);
+  // next: what the thread will be given next, null if unknown; its state is asked for meanwhile.
+  void (*recurrence)(const RecurrenceParams& params, const RecurrenceItem& item, const RecurrenceItem* next,
+                     RecurrenceScratch& scratch);
   void (*gating)(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
   void (*rms_norm_gated)(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
   // Channels [channel_begin, channel_end) of some pieces, at most kConvolutionChannels.

@@ -23,24 +23,42 @@ enum class Schedule {
   kDynamic,  // next item to whoever is free: items of unequal cost
 };
 
+constexpr std::int64_t kNone = -1;
+
+// Calls body(item, item before, item after) for the items that a thread is given; kNone where there is none.
 template <typename Body>
 struct Region {
   const Body& body;
   std::int64_t num_items;
   Schedule schedule;
-  std::atomic<std::int64_t> next{0};
+  std::atomic<std::int64_t> unclaimed{0};
 
   void run_share() {
     const OpenMp& runtime = openmp();
     const std::int64_t thread = runtime.thread_num();
     const std::int64_t threads = runtime.num_threads();
     if (schedule == Schedule::kStatic) {
-      for (std::int64_t item = num_items * thread / threads; item < num_items * (thread + 1) / threads; ++item) {
-        body(item);
-      }
-      return;
+      return run_range(num_items * thread / threads, num_items * (thread + 1) / threads);
     }
-    for (std::int64_t item = next++; item < num_items; item = next++) body(item);
+    // One item is claimed ahead, so that its memory can be asked for.
+    std::int64_t previous = kNone;
+    for (std::int64_t item = claim(); item != kNone;) {
+      const std::int64_t next = claim();
+      body(item, previous, next);
+      previous = item;
+      item = next;
+    }
+  }
+
+  void run_range(std::int64_t begin, std::int64_t end) {
+    for (std::int64_t item = begin; item < end; ++item) {
+      body(item, item > begin ? item - 1 : kNone, item + 1 < end ? item + 1 : kNone);
+    }
+  }
+
+  std::int64_t claim() {
+    const std::int64_t item = unclaimed++;
+    return item < num_items ? item : kNone;
   }
 };
 
@@ -50,11 +68,8 @@ void for_each(std::int64_t num_items, int num_threads, Schedule schedule, const 
   const std::int64_t threads = std::min<std::int64_t>(num_threads, num_items);
   const bool serial =
       threads <= 1 || forked.load(std::memory_order_relaxed) || !runtime.found() || runtime.in_parallel() != 0;
-  if (serial) {
-    for (std::int64_t item = 0; item < num_items; ++item) body(item);
-    return;
-  }
   Region<Body> region{body, num_items, schedule};
+  if (serial) return region.run_range(0, num_items);
   runtime.parallel([](void* context) { static_cast<Region<Body>*>(context)->run_share(); }, &region,
                    static_cast<unsigned>(threads), 0);
 }
@@ -101,8 +116,9 @@ void run_rows(std::int64_t rows, std::int64_t row_elements, int num_threads, con
   constexpr std::int64_t kElementsPerItem = 16384;
   if (rows * row_elements < kFewestElements) num_threads = 1;
   const std::int64_t block = std::max<std::int64_t>(1, kElementsPerItem / std::max<std::int64_t>(1, row_elements));
-  for_each((rows + block - 1) / block, num_threads, Schedule::kStatic,
-           [&](std::int64_t item) { kernel(item * block, std::min(rows, (item + 1) * block)); });
+  for_each(
+      (rows + block - 1) / block, num_threads, Schedule::kStatic,
+      [&](std::int64_t item, std::int64_t, std::int64_t) { kernel(item * block, std::min(rows, (item + 1) * block)); });
 }
 
 template <typename AnyOperand>
@@ -138,15 +154,29 @@ void store_records(const RecurrenceParams& params, const Indices& live, int num_
            });
 }
 
+// Whether a call stores more states than the nearer caches hold. The next call that reads them comes a model's layers
+// later: written past the caches, they cost half the traffic.
+bool streams_states(const RecurrenceParams& params, const Indices& live) {
+  constexpr std::int64_t kCachedBytes = std::int64_t{1} << 20;
+  if (params.destination == nullptr) return false;
+  std::int64_t states = 0;
+  for (const std::int64_t sequence : live) {
+    states += params.destination_columns != 0 ? sequence_length(params, sequence) : 1;
+  }
+  const std::int64_t state_elements = params.num_value_heads * params.key_dim * params.value_dim;
+  return states * state_elements * (params.state_dtype == DType::kFloat32 ? 4 : 2) > kCachedBytes;
+}
+
 }  // namespace
 
-void run_recurrence(const KernelTable& table, const RecurrenceParams& params, const Indices& live, int num_threads) {
-  if (live.empty() || params.num_value_heads == 0) return;
+void run_recurrence(const KernelTable& table, const RecurrenceParams& call, const Indices& live, int num_threads) {
+  if (live.empty() || call.num_value_heads == 0) return;
+  RecurrenceParams params = call;
+  params.streams_states = streams_states(call, live);
   const auto length = [&](std::int64_t sequence) { return sequence_length(params, sequence); };
   const auto shorter = [&](std::int64_t left, std::int64_t right) { return length(left) < length(right); };
   const auto [shortest, longest] = std::minmax_element(live.begin(), live.end(), shorter);
-  const std::int64_t longest_length = length(*longest);
-  const Schedule schedule = length(*shortest) == longest_length ? Schedule::kStatic : Schedule::kDynamic;
+  const Schedule schedule = length(*shortest) == length(*longest) ? Schedule::kStatic : Schedule::kDynamic;
   Indices order = live;
   if (schedule == Schedule::kDynamic) {
     std::stable_sort(order.begin(), order.end(),
@@ -156,12 +186,19 @@ void run_recurrence(const KernelTable& table, const RecurrenceParams& params, co
   const std::int64_t heads = params.num_value_heads;
   const std::int64_t tile = tile_columns(params, num_live * heads, num_threads);
   const std::int64_t tiles = (params.value_dim + tile - 1) / tile;
-  for_each(num_live * heads * tiles, num_threads, schedule, [&](std::int64_t item) {
-    const std::int64_t v_begin = item % tiles * tile;
-    const std::int64_t row_head = item / tiles;
-    table.recurrence(params, order[static_cast<std::size_t>(row_head / heads)], row_head % heads, v_begin,
-                     std::min(v_begin + tile, params.value_dim), thread_scratch());
-  });
+  const auto item_at = [&](std::int64_t index, bool is_awaited) {
+    const std::int64_t v_begin = index % tiles * tile;
+    const std::int64_t row_head = index / tiles;
+    return RecurrenceItem{order[static_cast<std::size_t>(row_head / heads)], row_head % heads, v_begin,
+                          std::min(v_begin + tile, params.value_dim), is_awaited};
+  };
+  for_each(num_live * heads * tiles, num_threads, schedule,
+           [&](std::int64_t index, std::int64_t previous, std::int64_t next) {
+             const RecurrenceItem item = item_at(index, previous >= 0);
+             if (next < 0) return table.recurrence(params, item, nullptr, thread_scratch());
+             const RecurrenceItem next_item = item_at(next, true);
+             table.recurrence(params, item, &next_item, thread_scratch());
+           });
   if (params.replay != nullptr) store_records(params, live, num_threads);
 }
 
