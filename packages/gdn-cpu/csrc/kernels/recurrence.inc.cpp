@@ -312,11 +312,22 @@ void run_dtype(const HeadTask& task) {
   }
 }
 
+// What an item reads besides its state.
+void prefetch_operands(const RecurrenceParams& p, const RecurrenceItem& item) {
+  const TokenRow row = tokens_of(p, item.sequence);
+  prefetch_tokens(p, row, item.head, 0, min_of(row.count, block_tokens(p.key_dim)));
+  if (p.replay != nullptr) prefetch_records(p, item.sequence, item.head);
+}
+
 }  // namespace
 
 void recurrence(const RecurrenceParams& params, const RecurrenceItem& item, const RecurrenceItem* next,
                 RecurrenceScratch& scratch) {
-  NextState next_state = next != nullptr ? state_of(params, *next) : NextState{};
+  NextState next_state;
+  if (next != nullptr) {
+    next_state = state_of(params, *next);
+    prefetch_operands(params, *next);
+  }
   const HeadTask task{.params = params,
                       .sequence = item.sequence,
                       .head = item.head,

@@ -51,6 +51,17 @@ RecordBlock load_records(const RecurrenceParams& p, std::int64_t sequence, std::
   return records;
 }
 
+void prefetch_records(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head) {
+  const Replay& replay = *p.replay;
+  const std::int64_t slot = p.source_slots[sequence];
+  for (std::int64_t i = 0; i < replay.counts[sequence]; ++i) {
+    const std::int64_t k_index = element_index(replay.k, slot, i, key_head_of(p, head));
+    prefetch(replay.k.data, k_index * element_size(replay.k.dtype), p.key_dim * element_size(replay.k.dtype));
+    prefetch(replay.u.data, element_index(replay.u, slot, i, head) * element_size(DType::kFloat32),
+             p.value_dim * element_size(DType::kFloat32));
+  }
+}
+
 // row_factors and column_factors of record i start at i * kMaxHeadDim.
 template <int kVectors, class Source, class Destination>
 GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destination destination,
