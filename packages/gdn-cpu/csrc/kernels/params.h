@@ -102,7 +102,10 @@ struct RecurrenceParams {
   bool normalize_qk = false;  // x * rsqrt(sum(x * x) + 1e-6) in fp32
 
   MutableOperand out;
-  const GatedNorm* norm = nullptr;  // optional; the norm needs all columns: v_begin is then 0, v_end is V
+  const GatedNorm* norm = nullptr;  // optional
+  // [tokens, num_value_heads, value_dim] of a call with a norm whose items do not have all columns: they leave o here,
+  // and recurrence_norm does the rest.
+  float* unnormed_outputs = nullptr;
 
   // State of (sequence n, head h): data + index * slot_stride + h * K * V, packed inside,
   // [K, V] or (state_v_first) [V, K]. Source and destination may be the same memory.
@@ -246,6 +249,8 @@ struct KernelTable {
   // next: what the thread will be given next, null if unknown; its state is asked for meanwhile.
   void (*recurrence)(const RecurrenceParams& params, const RecurrenceItem& item, const RecurrenceItem* next,
                      RecurrenceScratch& scratch);
+  // The norm of a head's outputs in unnormed_outputs.
+  void (*recurrence_norm)(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head);
   void (*gating)(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
   void (*rms_norm_gated)(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
   // Channels [channel_begin, channel_end) of some pieces, at most kConvolutionChannels.

@@ -115,6 +115,27 @@ GDN_INLINE void copy_state(VFirst, const HeadTask& task, Source source, Tile<T> 
   copy_tile(source, destination, width, task.params.key_dim);
 }
 
+// Where o waits for the norm, fp32: token `position` of a row at row position - first.
+struct Unnormed {
+  float* data;
+  std::int64_t first;
+  std::int64_t token_stride;
+
+  std::int64_t index(std::int64_t position) const { return (position - first) * token_stride; }
+};
+
+// Of one head, in the tensor of all tokens.
+Unnormed all_unnormed(const RecurrenceParams& p, const TokenRow& row, std::int64_t head) {
+  const std::int64_t stride = p.num_value_heads * p.value_dim;
+  return {p.unnormed_outputs + row.batch * p.tokens_per_sequence * stride + head * p.value_dim, 0, stride};
+}
+
+// Of a block of tokens from number t of the row on: in the scratch, unless other items have other columns.
+Unnormed unnormed(const HeadTask& task, std::int64_t t) {
+  if (task.params.unnormed_outputs != nullptr) return all_unnormed(task.params, task.row, task.head);
+  return {task.scratch.outputs, task.row.first + t, kMaxHeadDim};
+}
+
 template <class Layout, class State>
 struct TilePass {
   const HeadTask& task;
@@ -191,7 +212,7 @@ struct TilePass {
   Token token(const TokenBlock& block, std::int64_t i, std::int64_t t) const {
     const RecurrenceParams& p = task.params;
     const std::int64_t position = task.row.first + t;
-    const bool is_normed = p.norm != nullptr;
+    const Unnormed o = p.norm != nullptr ? unnormed(task, t - i) : Unnormed{};
     return {.q = block.q + i * block.row_stride,
             .k = block.k + i * block.row_stride,
             .q_factor = block.q_factor[i],
@@ -206,12 +227,13 @@ struct TilePass {
             .v_begin = v_begin,
             .v_end = v_end,
             .v_dtype = p.v.dtype,
-            .out_dtype = is_normed ? DType::kFloat32 : p.out.dtype,
+            .out_dtype = p.norm != nullptr ? DType::kFloat32 : p.out.dtype,
             .v = p.v.data,
             .v_index = element_index(p.v, task.row.batch, position, task.head) + v_begin,
-            .out = is_normed ? task.scratch.outputs : p.out.data,
+            .out = p.norm != nullptr ? o.data : p.out.data,
             .out_index =
-                (is_normed ? i * kMaxHeadDim : element_index(p.out, task.row.batch, position, task.head)) + v_begin,
+                (p.norm != nullptr ? o.index(position) : element_index(p.out, task.row.batch, position, task.head)) +
+                v_begin,
             .record = record_of(t)};
   }
 
@@ -242,26 +264,24 @@ void copy_head(const HeadTask& task) {
   pass.with_source(0, false, [&](auto from) { copy_state(Layout{}, task, from, to, task.v_end - task.v_begin); });
 }
 
-// From the outputs of a block's tokens in the scratch to those of the call.
-void norm_outputs(const HeadTask& task, std::int64_t first, std::int64_t count) {
-  const RecurrenceParams& p = task.params;
+// From o of tokens [first, first + count) of a row to the outputs of the call.
+void norm_outputs(const RecurrenceParams& p, const TokenRow& row, std::int64_t head, const Unnormed& o,
+                  std::int64_t first, std::int64_t count) {
   const GatedNorm& norm = *p.norm;
   with_activation(norm.activation, [&](auto activation) {
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t position = task.row.first + first + i;
-      normalize_row<decltype(activation)::kValue>(
-          {.dim = p.value_dim,
-           .x = task.scratch.outputs,
-           .x_dtype = DType::kFloat32,
-           .x_index = i * kMaxHeadDim,
-           .gate = norm.gate.data,
-           .gate_dtype = norm.gate.dtype,
-           .gate_index = element_index(norm.gate, task.row.batch, position, task.head),
-           .out = p.out.data,
-           .out_dtype = p.out.dtype,
-           .out_index = element_index(p.out, task.row.batch, position, task.head),
-           .weight = norm.weight,
-           .eps = norm.eps});
+    for (std::int64_t position = row.first + first; position < row.first + first + count; ++position) {
+      normalize_row<decltype(activation)::kValue>({.dim = p.value_dim,
+                                                   .x = o.data,
+                                                   .x_dtype = DType::kFloat32,
+                                                   .x_index = o.index(position),
+                                                   .gate = norm.gate.data,
+                                                   .gate_dtype = norm.gate.dtype,
+                                                   .gate_index = element_index(norm.gate, row.batch, position, head),
+                                                   .out = p.out.data,
+                                                   .out_dtype = p.out.dtype,
+                                                   .out_index = element_index(p.out, row.batch, position, head),
+                                                   .weight = norm.weight,
+                                                   .eps = norm.eps});
     }
   });
 }
@@ -296,7 +316,9 @@ void run_head(const HeadTask& task) {
       if (t == 0 && records.count > 0) pass.replay(records);
       pass.run(block, t);
     }
-    if (task.params.norm != nullptr) norm_outputs(task, t, block.count);
+    if (task.params.norm != nullptr && task.params.unnormed_outputs == nullptr) {
+      norm_outputs(task.params, task.row, task.head, unnormed(task, t), t, block.count);
+    }
   }
 }
 
@@ -345,6 +367,11 @@ void recurrence(const RecurrenceParams& params, const RecurrenceItem& item, cons
     run_dtype<KFirst>(task);
   }
   if (params.streams_states) stream_fence();
+}
+
+void recurrence_norm(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head) {
+  const TokenRow row = tokens_of(params, sequence);
+  norm_outputs(params, row, head, all_unnormed(params, row, head), 0, row.count);
 }
 
 }  // namespace gdn::cpu::GDN_ISA
