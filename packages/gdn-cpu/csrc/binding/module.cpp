@@ -13,6 +13,7 @@
 #include "ops.h"
 #include "runtime/chunk_plan.h"
 #include "runtime/openmp.h"
+#include "runtime/recurrence_plan.h"
 
 namespace nb = nanobind;
 
@@ -62,6 +63,15 @@ std::tuple<std::vector<double>, std::vector<ChainRow>> chunk_plan(std::vector<st
   return {gdn::cpu::simulate(plan, threads), chains};
 }
 
+std::tuple<std::int64_t, std::int64_t, bool> recurrence_plan(const std::vector<std::int64_t>& lengths,
+                                                             std::int64_t num_heads, std::int64_t value_dim,
+                                                             int num_threads) {
+  gdn::cpu::Indices rows;
+  for (const std::int64_t length : lengths) rows.push_back(length);
+  const gdn::cpu::RecurrencePlan plan = gdn::cpu::plan_recurrence(rows, num_heads, value_dim, num_threads);
+  return {plan.tile, plan.num_threads, plan.is_ragged};
+}
+
 }  // namespace
 
 NB_MODULE(_C, m) {
@@ -81,6 +91,10 @@ NB_MODULE(_C, m) {
         "threads"_a, "Estimated work of each thread, and (sequence, heads, columns, tokens) of each chain of chunks.");
   m.def("environment_error", &gdn::cpu::environment_error, "What is wrong with GDN_CPU_ISA or GDN_CPU_GEMM, or ''.");
   m.def("openmp", [] { return gdn::cpu::openmp().library; }, "Path of the OpenMP runtime in use, or ''.");
+  m.def(
+      "recurrence_plan", &recurrence_plan, "lengths"_a, "num_heads"_a, "value_dim"_a, "num_threads"_a,
+      "How the recurrence over rows of these lengths is shared out: columns of an item, threads, and whether the items "
+      "go longest first to whoever is free (else in equal contiguous shares).");
   m.def(
       "use_exchange_api", [](bool enabled) { gdn::TorchTypes::get().use_exchange_api(enabled); }, "enabled"_a,
       "Take tensors through the DLPack exchange table (the default, where torch has one) or through __dlpack__.");
@@ -130,4 +144,12 @@ NB_MODULE(_C, m) {
         "use_qk_l2norm_in_kernel"_a.none(), "use_beta_sigmoid_in_kernel"_a.none(), "allow_neg_eigval"_a.none(),
         "state_v_first"_a.none(), "cu_seqlens"_a.none(), "state_indices"_a.none(), "has_initial_state"_a.none(),
         "null_slot"_a.none(), "out"_a.none(), "final_state"_a.none(), "chunk_states"_a.none(), "dry_run"_a = false);
+  m.def("causal_conv1d_fn", &gdn::cpu::causal_conv1d_fn, "x"_a.none(), "weight"_a.none(), "bias"_a.none(),
+        "seq_idx"_a.none(), "initial_states"_a.none(), "activation"_a.none(), "conv_states"_a.none(),
+        "query_start_loc"_a.none(), "cache_indices"_a.none(), "has_initial_state"_a.none(), "null_slot"_a.none(),
+        "out"_a.none(), "final_states"_a.none(), "dry_run"_a = false);
+  m.def("causal_conv1d_update", &gdn::cpu::causal_conv1d_update, "x"_a.none(), "conv_state"_a.none(), "weight"_a.none(),
+        "bias"_a.none(), "activation"_a.none(), "cache_seqlens"_a.none(), "conv_state_indices"_a.none(),
+        "num_accepted_tokens"_a.none(), "query_start_loc"_a.none(), "null_slot"_a.none(), "out"_a.none(),
+        "dry_run"_a = false);
 }

@@ -102,7 +102,10 @@ struct RecurrenceParams {
   bool normalize_qk = false;  // x * rsqrt(sum(x * x) + 1e-6) in fp32
 
   MutableOperand out;
-  const GatedNorm* norm = nullptr;  // optional; the norm needs all columns: v_begin is then 0, v_end is V
+  const GatedNorm* norm = nullptr;  // optional
+  // [tokens, num_value_heads, value_dim] of a call with a norm whose items do not have all columns: they leave o here,
+  // and recurrence_norm does the rest.
+  float* unnormed_outputs = nullptr;
 
   // State of (sequence n, head h): data + index * slot_stride + h * K * V, packed inside,
   // [K, V] or (state_v_first) [V, K]. Source and destination may be the same memory.
@@ -119,6 +122,8 @@ struct RecurrenceParams {
   const std::int64_t* destination_slots = nullptr;
   std::int64_t destination_columns = 0;
   const Replay* replay = nullptr;  // optional
+  // Slots other than the source are written past the caches: for more states than these hold.
+  bool streams_states = false;
 
   // Optional fp32 states after 0, 64, 128, ... tokens of each sequence (ceil(len / 64) of them), packed, in the
   // layout of the state: chunk_states + (chunk_offsets[n] + i) * HV * K * V + h * K * V.
@@ -159,6 +164,65 @@ struct RmsNormGatedParams {
   GateActivation activation = GateActivation::kSilu;
 };
 
+// The last inputs of sequences, [slots, channels, columns] in any memory order.
+struct ConvolutionStates {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t slot_stride = 0;
+  std::int64_t channel_stride = 0;
+  std::int64_t column_stride = 0;
+};
+
+// What a sequence of n tokens leaves in the columns of its state, of the inputs joined = cat(source columns, x).
+enum class ConvolutionUpdate : std::uint8_t {
+  kShift,     // all columns: the last ones of `joined`
+  kRollback,  // columns 0 .. W-2+n-1: the history without its oldest, then x
+  kRing,      // columns (first_column + W-1 + t) % num_columns: x[t], for the last num_columns tokens
+};
+
+// Tokens [begin, end) of one batch entry that follow one history.
+struct ConvolutionRow {
+  std::int64_t batch = 0;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t source = -1;       // slot of the history; negative: zeros, but what input_history says
+  std::int64_t first_column = 0;  // of the history in the source; modulo num_columns
+  std::int64_t destination = -1;  // slot that is updated; negative: none
+  std::int64_t final_slot = -1;   // where the last W-1 inputs go as well; negative: nowhere
+  unsigned input_history = 0;     // bit i: history i is x of token begin - (W-1) + i
+  bool is_padding = false;        // the outputs are zeros
+};
+
+// A share of a row, tokens [begin, end). The first share of a row also updates the state.
+struct ConvolutionPiece {
+  const ConvolutionRow* row;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+// y_t = act(bias + sum_j weight[:, j] x[t - (W-1) + j]), per channel, over the tokens of rows.
+struct ConvolutionParams {
+  std::int64_t num_channels = 0;
+  std::int64_t width = 0;  // W, from 2 to kMaxConvolutionWidth
+  Operand x;               // head strides are those of channels; any strides
+  MutableOperand out;      // the same; x itself with in_place
+  bool in_place = false;
+  const void* weight = nullptr;  // [C, W]
+  DType weight_dtype = DType::kFloat32;
+  std::int64_t weight_channel_stride = 0;
+  std::int64_t weight_tap_stride = 0;
+  HeadVector bias;  // [C]; without data: zeros
+  bool silu = false;
+
+  std::int64_t num_columns = 0;  // of source and destination
+  ConvolutionStates source;      // may be the destination or the final states themselves
+  ConvolutionStates destination;
+  ConvolutionUpdate update = ConvolutionUpdate::kShift;
+  ConvolutionStates final_states;  // [rows, C, W-1]
+};
+inline constexpr std::int64_t kMaxConvolutionWidth = 5;
+inline constexpr std::int64_t kConvolutionChannels = 512;  // at most, of one call of the kernel
+
 inline constexpr std::int64_t kMaxHeadDim = 256;
 inline constexpr std::int64_t kMaxBlockTokens = 16;
 inline constexpr std::size_t kScratchAlignment = 64;
@@ -170,6 +234,13 @@ struct alignas(kScratchAlignment) RecurrenceScratch {
   float outputs[kMaxBlockTokens * kMaxHeadDim];  // of the same tokens, where a norm follows
   float record_k[kMaxRecords * kMaxHeadDim];
   float record_u[kMaxRecords * kMaxHeadDim];
+};
+
+// A share of a recurrence: value columns [v_begin, v_end) of one head of a sequence, multiples of 16 or V itself.
+struct RecurrenceItem {
+  std::int64_t sequence, head;
+  std::int64_t v_begin, v_end;
+  bool is_awaited;  // the item before, of the same thread, has asked for this one's state
 };
 
 // A share of the chunked rule: chunks of kChunkTokens tokens of one sequence, for some value heads and columns of v.
@@ -198,11 +269,16 @@ struct ChunkKernel {
 // The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.
 // Values never depend on how: not on v_begin and v_end, not on the rows of a call.
 struct KernelTable {
-  // Sequence n, value head h, value columns [v_begin, v_end); v_begin and v_end are multiples of 16 or V itself.
-  void (*recurrence)(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
-                     std::int64_t v_end, RecurrenceScratch& scratch);
+  // next: what the thread will be given next, null if unknown; its state is asked for meanwhile.
+  void (*recurrence)(const RecurrenceParams& params, const RecurrenceItem& item, const RecurrenceItem* next,
+                     RecurrenceScratch& scratch);
+  // The norm of a head's outputs in unnormed_outputs.
+  void (*recurrence_norm)(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head);
   void (*gating)(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
   void (*rms_norm_gated)(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
+  // Channels [channel_begin, channel_end) of some pieces, at most kConvolutionChannels.
+  void (*causal_conv1d)(const ConvolutionParams& params, const ConvolutionPiece* pieces, std::int64_t num_pieces,
+                        std::int64_t channel_begin, std::int64_t channel_end);
   const ChunkKernel* chunk;  // for activations of every dtype
 };
 

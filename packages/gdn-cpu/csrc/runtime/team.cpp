@@ -10,17 +10,20 @@
 namespace gdn::cpu {
 namespace {
 
+// A forked child has none of its parent's worker threads, and an OpenMP region would wait for them for ever.
 std::atomic<bool> forked{false};
 const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
 
 }  // namespace
 
-void run_team(int threads, void (*run)(void*), void* context) {
+bool is_serial(int threads) {
   const OpenMp& runtime = openmp();
-  const bool serial =
-      threads <= 1 || forked.load(std::memory_order_relaxed) || !runtime.found() || runtime.in_parallel() != 0;
-  if (serial) return run(context);
-  runtime.parallel(run, context, static_cast<unsigned>(threads), 0);
+  return threads <= 1 || forked.load(std::memory_order_relaxed) || !runtime.found() || runtime.in_parallel() != 0;
+}
+
+void run_team(int threads, void (*run)(void*), void* context) {
+  if (is_serial(threads)) return run(context);
+  openmp().parallel(run, context, static_cast<unsigned>(threads), 0);
 }
 
 }  // namespace gdn::cpu

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Made by tools/check_stubs.py --write from the compiled module.
+from collections.abc import Sequence
+
 import torch
 
 
@@ -20,6 +22,11 @@ def environment_error() -> str:
 
 def openmp() -> str:
     """Path of the OpenMP runtime in use, or ''."""
+
+def recurrence_plan(lengths: Sequence[int], num_heads: int, value_dim: int, num_threads: int) -> tuple[int, int, bool]:
+    """
+    How the recurrence over rows of these lengths is shared out: columns of an item, threads, and whether the items go longest first to whoever is free (else in equal contiguous shares).
+    """
 
 def use_exchange_api(enabled: bool) -> None:
     """
@@ -45,3 +52,7 @@ def fused_gdn_decode_post_conv_mtp_replay(mixed_qkv: torch.Tensor | None, a: tor
 def fused_recurrent_gated_delta_rule(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, g: torch.Tensor | None, beta: torch.Tensor | None, scale: object | None, initial_state: torch.Tensor | None, state: torch.Tensor | None, use_qk_l2norm_in_kernel: object | None, use_gate_in_kernel: object | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, use_beta_sigmoid_in_kernel: object | None, allow_neg_eigval: object | None, state_v_first: object | None, cu_seqlens: torch.Tensor | None, state_indices: torch.Tensor | None, has_initial_state: torch.Tensor | None, null_slot: object | None, out: torch.Tensor | None, final_state: torch.Tensor | None, dry_run: bool = False) -> None: ...
 
 def chunk_gated_delta_rule(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, g: torch.Tensor | None, beta: torch.Tensor | None, scale: object | None, initial_state: torch.Tensor | None, state: torch.Tensor | None, use_qk_l2norm_in_kernel: object | None, use_beta_sigmoid_in_kernel: object | None, allow_neg_eigval: object | None, state_v_first: object | None, cu_seqlens: torch.Tensor | None, state_indices: torch.Tensor | None, has_initial_state: torch.Tensor | None, null_slot: object | None, out: torch.Tensor | None, final_state: torch.Tensor | None, chunk_states: torch.Tensor | None, dry_run: bool = False) -> None: ...
+
+def causal_conv1d_fn(x: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, seq_idx: torch.Tensor | None, initial_states: torch.Tensor | None, activation: object | None, conv_states: torch.Tensor | None, query_start_loc: torch.Tensor | None, cache_indices: torch.Tensor | None, has_initial_state: torch.Tensor | None, null_slot: object | None, out: torch.Tensor | None, final_states: torch.Tensor | None, dry_run: bool = False) -> None: ...
+
+def causal_conv1d_update(x: torch.Tensor | None, conv_state: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, activation: object | None, cache_seqlens: torch.Tensor | None, conv_state_indices: torch.Tensor | None, num_accepted_tokens: torch.Tensor | None, query_start_loc: torch.Tensor | None, null_slot: object | None, out: torch.Tensor | None, dry_run: bool = False) -> None: ...
