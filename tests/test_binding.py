@@ -23,7 +23,8 @@ from gdn_core.testing import clone, inputs
 gdn_cpu = pytest.importorskip("gdn_cpu")
 _C = gdn_cpu._C
 
-NATIVE = ("fused_gdn_gating", "rms_norm_gated", DECODE, *RULES)
+CONV, CONV_UPDATE = "causal_conv1d_fn", "causal_conv1d_update"
+NATIVE = ("fused_gdn_gating", "rms_norm_gated", DECODE, *RULES, CONV, CONV_UPDATE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -109,7 +110,7 @@ def test_parameters_without_a_gradient(op, path):
         assert torch.equal(x, y)
 
 
-POOLS = ("initial_state", "initial_state_source")
+POOLS = ("initial_state", "initial_state_source", "conv_states", "conv_state")
 
 
 @pytest.mark.parametrize("op", NATIVE)
@@ -119,6 +120,9 @@ def test_empty_tensors(op, path):
         arguments = inputs.delta_rule_arguments((0, 0), 1, 2, 3, 4)
     elif op == DECODE:
         arguments, _ = inputs.decode_arguments((0,), 1, 2, 3, 4)
+    elif op in (CONV, CONV_UPDATE):
+        make = inputs.conv_fn_arguments if op == CONV else inputs.conv_update_arguments
+        arguments, _ = make((0, 0), 3, 4)
     else:
         make = inputs.norm_arguments if op == "rms_norm_gated" else inputs.gating_arguments
         arguments = make((0, 4))
@@ -236,7 +240,7 @@ def test_subclasses_are_dispatched(op):
     arguments, expected_arguments = small_call(op), small_call(op)
     expected = call(op, expected_arguments)
     Logged.seen.clear()
-    names = ("x", "gate") if op == "rms_norm_gated" else ("a", "b") if op == "fused_gdn_gating" else ("q", "k", "v")
+    names = [name for name in ("q", "k", "v", "x", "gate") if name in arguments] or ["a", "b"]
     wrapped = {**arguments, **{name: Logged(arguments[name]) for name in names}}
     results = call(op, wrapped)
     assert f"gdn.{op}.default" in Logged.seen

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +18,15 @@ import torch
 
 import gdn_core
 from gdn_core import _dispatch, _registry
-from gdn_core.cli import bench, main, output
+from gdn_core.cli import bench, known_machines, main, output, peers, timing
+from gdn_core.cli.bench_case import Case, Sizes, StatePool
+from gdn_core.cli.bench_cases import OPS, plans
+from gdn_core.cli.machine import Limits
+from gdn_core.cli.peers import Peers
 from gdn_core.cli.timing import Timing
 from gdn_core.cli.verify_cases import all_cases
 
-TINY = ("--shape", "1,2,8,8", "--rounds", "2", "--threads", "1")
+TINY = ("--quick", "--shape", "1,2,8,8", "--rounds", "2", "--threads", "1")
 
 
 @pytest.fixture
@@ -170,10 +175,12 @@ def test_numbers_are_never_cut(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(argv) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if re.search(r"\de-", line)]
+    text = capsys.readouterr().out
+    rows = [line for line in text.splitlines() if re.search(r"\de-|gating T=", line)]
     assert rows
-    number = r"\d\.\de[-+]\d\d \(\de-\d\d\)" if argv[0] == "verify" else r"\d+\.\d\d   \de[-+]\d\d"
+    number = r"\d\.\de[-+]\d\d \(\de-\d\d\)" if argv[0] == "verify" else r"\d+(\.\d+)? +\d+(\.\d+)? \(\d+%\)"
     assert all(re.search(rf"{number} *$", line) for line in rows), rows
+    assert max(len(line) for line in text.splitlines()) <= columns
 
 
 def test_python_m_runs_the_command() -> None:
@@ -268,29 +275,124 @@ def test_bench_times_every_operation(tmp_path: Path, capsys: pytest.CaptureFixtu
     status, report = status_and_json(tmp_path / "b.json", "bench", *TINY)
     assert status == 0
     assert torch.get_num_threads() == threads
-    assert {row["op"] for row in report["rows"]} == {"decode", "recurrent", "gating", "norm", "chunk", "conv"}
+    assert {row["op"] for row in report["rows"]} == set(OPS)
     assert all(row["timing"]["low"] <= row["timing"]["median"] <= row["timing"]["high"] for row in report["rows"])
+    assert all(row["floor"] > 0 and row["error"] <= row["tolerance"] for row in report["rows"])
     assert report["limits"]["1"]["cold_gb_s"] > 0
     if any(backend.name == "cpu" and backend.available for backend in gdn_core.backends()):
         assert report["host_cost_us"] > 0
         assert "Host cost of an eager decode call" in capsys.readouterr().out
 
 
+def contenders(report: dict, op: str, label: str) -> list[str]:
+    return [row["contender"] for row in report["rows"] if (row["op"], row["label"]) == (op, label)]
+
+
+def test_bench_holds_gdn_against_its_own_other_ways(tmp_path: Path) -> None:
+    argv = ("bench", "--shape", "1,2,8,8", "--rounds", "2", "--threads", "1")
+    cases = ("B4 uniform", "B1 cold", "fused B1 replay", "T=63")
+    status, report = status_and_json(tmp_path / "b.json", *argv, *(f"--case={case}" for case in cases))
+    assert status == 0
+    assert contenders(report, "decode", "B1 cold") == ["gdn", "V-first"]
+    assert contenders(report, "decode", "B1 cold bf16") == ["gdn", "fp32 pool"]
+    assert contenders(report, "spec", "B4 uniform") == contenders(report, "replay", "B4 uniform") == ["gdn", "V-first"]
+    assert contenders(report, "fused", "B1 replay") == ["gdn", "separate", "V-first"]
+    assert contenders(report, "prefill", "T=63") == ["gdn", "recurrent"]
+    labels = {row["label"] for row in report["rows"]}
+    assert labels == {"B4 uniform", "B1 cold", "B1 cold bf16", "B1 replay", "T=63"}
+
+
+def test_contenders_on_a_cold_pool_never_use_the_slots_of_the_one_before() -> None:
+    pool = StatePool(Sizes(1, 2, 128, 128), 2, cold=True)
+    assert pool.turns * 2 * pool.bytes_a_state >= 192 << 20
+    turns = torch.arange(len(pool)).split(2)
+    used: list[int] = []
+
+    def use(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        used.extend(slots.tolist())
+        return states[slots]
+
+    first, second = (pool.contender(turns, use, turns[0], v_first=v_first) for v_first in (False, True))
+    for contender in (first, second):
+        assert contender.prepare is not None and contender.state is not None
+        contender.prepare()
+        contender.call()
+        assert torch.equal(contender.state().double(), pool.initial(turns[0])), "in either layout"
+    assert used == [0, 1, 0, 1], "each is checked at the first turn"
+    for call in (first.call, second.call) * 2:
+        call()
+    assert used[4:] == list(range(2, 10))
+
+
+def test_bench_takes_several_numbers_of_value_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("bench", "gating", *TINY, "--case", "T=1", "--hv", "2,4")
+    status, report = status_and_json(tmp_path / "b.json", *argv)
+    assert status == 0
+    assert [row["value_heads"] for row in report["rows"]] == [2, 4]
+    text = capsys.readouterr().out
+    assert "H HV K V = 1 2 8 8" in text and "H HV K V = 1 4 8 8" in text
+
+
+def test_bench_times_each_wanted_backend(tmp_path: Path) -> None:
+    pytest.importorskip("gdn_cpu")
+    argv = ("bench", "gating", *TINY, "--case", "T=1", "--backend", "reference", "--backend", "cpu")
+    _, report = status_and_json(tmp_path / "b.json", *argv)
+    assert [(row["contender"], row["backend"]) for row in report["rows"]] == [("gdn", "reference"), ("cpu", "cpu")]
+
+
+def test_bench_caps_the_level(tmp_path: Path) -> None:
+    gdn_cpu = pytest.importorskip("gdn_cpu")
+    active = [level for level in gdn_cpu.levels() if level.active]
+    _, report = status_and_json(tmp_path / "b.json", "bench", "gating", *TINY, "--level", "baseline")
+    assert report["system"]["backends"]["cpu"] == "baseline"
+    assert [level for level in gdn_cpu.levels() if level.active] == active
+
+
+def bench_row(timing: Timing | None, floor: float = 1.0, known: float | None = None) -> bench.Row:
+    return bench.Row("norm", "T=1", 2, 1, "vllm", None, 0.0, 1.0, None, timing, floor, known)
+
+
 @pytest.mark.parametrize(
-    ("timing", "rate", "unsteady"),
+    ("timing", "floor", "unsteady"),
     [
-        (Timing(1.0, 0.9, 1.1), 50.0, False),
-        (Timing(1.0, 0.9, 1.1), 100.4, False),
-        (Timing(1.0, 0.9, 1.1), 130.0, True),
-        (Timing(1.0, 0.9, 3.1), 50.0, True),
-        (None, None, False),
+        (Timing(1.0, 0.9, 1.1), 0.5, False),
+        (Timing(1.0, 0.9, 1.1), 1.04, False),
+        (Timing(1.0, 0.9, 1.1), 1.3, True),
+        (Timing(1.0, 0.9, 3.1), 0.5, True),
+        (Timing(1.0, 0.9, 1.1, others=0.05), 0.5, False),
+        (Timing(1.0, 0.9, 1.1, others=0.2), 0.5, True),
+        (None, 0.5, False),
     ],
 )
-def test_bench_marks_a_row_that_other_work_disturbed(timing: Timing | None, rate: float | None, unsteady: bool) -> None:
-    row = bench.Row("norm", "1 token", 1, "reference", 0.0, 1.0, timing, rate, "GB/s", 100.0)
+def test_bench_marks_a_row_that_other_work_disturbed(timing: Timing | None, floor: float, unsteady: bool) -> None:
+    row = bench_row(timing, floor)
     assert row.unsteady == unsteady
-    cells = list(bench._table([row], 1).columns[2].cells)
-    assert cells[0].startswith("~ ") == unsteady
+    assert bench._time(row).startswith("~ ") == unsteady
+
+
+@pytest.mark.parametrize(
+    ("seconds", "known", "void"),
+    [(1.14, 1.0, False), (1.16, 1.0, True), (0.5, 1.0, False), (9.0, None, False), (None, 1.0, False)],
+)
+def test_bench_voids_a_peer_that_is_slower_than_known(seconds: float | None, known: float | None, void: bool) -> None:
+    row = bench_row(None if seconds is None else Timing(seconds, seconds, seconds), known=known)
+    assert row.void == void
+    assert bench._time(row).startswith("! ") == void
+
+
+def test_the_work_of_other_processes_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    # user, nice, system, idle, waiting, interrupts of two kinds, stolen; guests are part of user.
+    stat.write_text("cpu  100 200 300 9000 9000 5 6 400 50 50\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    monkeypatch.setattr(timing, "process_time", lambda: 1.5)
+    assert timing._busy_elsewhere(stat) == pytest.approx(1011 / os.sysconf("SC_CLK_TCK") - 1.5)
+    assert timing._busy_elsewhere(tmp_path / "missing") == 0.0
+
+    for end, is_disturbed in ((10.0, False), (10.01, False), (1e6, True)):
+        busy = iter([10.0, end])
+        monkeypatch.setattr(timing, "_busy_elsewhere", lambda busy=busy: next(busy))
+        (measured,) = timing.time_in_turn([timing.Timed(lambda: None, nullcontext)], rounds=2)
+        assert (measured.others > 0) == is_disturbed
 
 
 def test_bench_explains_the_mark(
@@ -310,7 +412,170 @@ def test_bench_does_not_time_a_wrong_result(
     status, report = status_and_json(tmp_path / "b.json", "bench", "norm", *TINY, "--backend", "reference")
     assert status == 1
     assert all(row["timing"] is None for row in report["rows"])
-    assert "WRONG, not timed: norm, 1 token, reference" in capsys.readouterr().out
+    assert "WRONG, not timed: norm T=1024, gdn: error 1.0e-02, tolerance 3e-03" in capsys.readouterr().out
+
+
+def gdn_as_vllm() -> SimpleNamespace:
+    """Return functions called as vLLM's are, which do what they do with gdn."""
+
+    def decode(A_log, dt_bias, q, k, v, a, b, pool, slots, bounds, l2norm):
+        return gdn_core.fused_sigmoid_gating_delta_rule_update(
+            A_log, dt_bias.float(), q, k, v, a, b, pool, slots, bounds, l2norm
+        )
+
+    def spec(A_log, dt_bias, q, k, v, a, b, pool, table, accepted, bounds, l2norm):
+        q, k, v = q[None], k[None], v[None]
+        return gdn_core.fused_sigmoid_gating_delta_rule_update_spec(
+            A_log, dt_bias.float(), q, k, v, a, b, pool, table, accepted, bounds, l2norm
+        )
+
+    def chunk(q, k, v, g, beta, pool, final, bounds, head_first, l2norm, slots, eps):
+        return gdn_core.chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=pool, cu_seqlens=bounds, use_qk_l2norm_in_kernel=l2norm, state_indices=slots
+        )
+
+    def convolve(x, weight, bias, pool, bounds, slots, has_state, silu, pad, is_packed):
+        return gdn_core.causal_conv1d_fn(
+            x, weight, activation="silu", conv_states=pool, query_start_loc=bounds, cache_indices=slots,
+            has_initial_state=has_state,
+        )  # fmt: skip
+
+    def update(x, pool, weight, bias, silu, accepted, slots, pad, is_packed):
+        tokens = x.mT if x.dim() == 3 else x
+        y = gdn_core.causal_conv1d_update(
+            tokens, pool, weight, activation="silu", num_accepted_tokens=accepted, conv_state_indices=slots
+        )
+        return y.mT if x.dim() == 3 else y
+
+    return SimpleNamespace(
+        fused_sigmoid_gating_delta_rule_update_cpu=decode,
+        fused_sigmoid_gating_delta_rule_update_spec_cpu=spec,
+        chunk_gated_delta_rule_cpu=chunk,
+        fused_gdn_gating_cpu=lambda A_log, a, b, dt_bias: gdn_core.fused_gdn_gating(A_log, a, b, dt_bias.float()),
+        causal_conv1d_weight_pack=lambda weight: weight,
+        causal_conv1d_fwd_cpu=convolve,
+        causal_conv1d_update_cpu=update,
+    )
+
+
+def test_bench_times_a_peer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "_load_vllm", lambda build: gdn_as_vllm())
+    status, report = status_and_json(tmp_path / "b.json", "bench", *TINY, "--vs", "vllm")
+    assert status == 0
+    theirs = [row for row in report["rows"] if row["contender"] == "vllm"]
+    assert {row["op"] for row in theirs} == {"decode", "spec", "replay", "prefill", "conv", "gating"}
+    assert all(row["timing"] for row in theirs), [(row["label"], row["failure"]) for row in theirs]
+    assert not any(row["void"] for row in theirs), "nothing is known of such small layers"
+    assert "(1." in capsys.readouterr().out
+
+
+def test_bench_goes_on_after_a_peer_that_is_wrong_or_raises(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(*arguments: object) -> None:
+        raise RuntimeError("out of order")
+
+    wrong = gdn_as_vllm()
+    wrong.chunk_gated_delta_rule_cpu = raising
+    wrong.fused_gdn_gating_cpu = lambda A_log, a, b, dt_bias: (a.float(), b)
+    monkeypatch.setattr(peers, "_load_vllm", lambda build: wrong)
+    argv = ("bench", "gating", "prefill", *TINY, "--vs", "vllm")
+    status, report = status_and_json(tmp_path / "b.json", *argv)
+    assert status == 0, "a peer's fault is not gdn's"
+    assert all((row["timing"] is None) == (row["contender"] == "vllm") for row in report["rows"])
+    text = capsys.readouterr().out
+    assert "WRONG, not timed: prefill T=128, vllm: RuntimeError: out of order" in text
+    assert "WRONG, not timed: gating T=1, vllm: error " in text
+
+
+KNOWN = known_machines.Known(
+    "a test", "none", 0, 0, (10.0, 20.0), (40.0, 80.0), (2.0, 4.0), {("decode", "B1 cold"): {"vllm": (1e-6, 1e9)}}
+)
+
+
+@pytest.mark.parametrize(
+    ("threads", "machine", "build", "void"),
+    [
+        (1, KNOWN, peers.VLLM_BEST, True),
+        (2, KNOWN, peers.VLLM_BEST, False),
+        (1, None, peers.VLLM_BEST, False),
+        (1, KNOWN, "another build", False),
+    ],
+)
+def test_bench_knows_the_times_of_one_machine_and_one_build(
+    threads: int,
+    machine: known_machines.Known | None,
+    build: str,
+    void: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(bench, "this_machine", lambda: machine)
+    monkeypatch.setattr(peers, "_load_vllm", lambda build: gdn_as_vllm())
+    monkeypatch.setattr(peers, "_vllm_build", lambda level: build)
+    argv = ("bench", "decode", "--vs", "vllm", "--case", "B1 cold", "--quick", "--rounds", "1")
+    argv += ("--shape", "16,16,128,128", "--threads", str(threads))
+    status, report = status_and_json(tmp_path / "b.json", *argv)
+    assert status == 0
+    assert [row["void"] for row in report["rows"]] == [False, False, void]
+    text = capsys.readouterr().out
+    assert ("! void: a peer is more than 15 % slower" in text) == void
+    if machine and build == peers.VLLM_BEST:
+        figure = {1: 1e-6, 2: 1e9}[threads]
+        assert report["rows"][2]["known"] == pytest.approx(1e-6 * figure / 2), "half as many heads as in the table"
+        assert "known times on this kind of machine: a test" in text
+
+
+def test_a_machine_is_known_by_its_processor(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    lines = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n"
+    cpuinfo.write_text(lines)
+    known = known_machines.this_machine(cpuinfo)
+    assert known is not None and known.peer_us["decode", "B1 cold"]["vllm"] == (258, 144)
+    cpuinfo.write_text(lines.replace("17", "18"))
+    assert known_machines.this_machine(cpuinfo) is None
+    assert known_machines.this_machine(tmp_path / "missing") is None
+
+
+def floor_us(monkeypatch: pytest.MonkeyPatch, op: str, label: str, **limits: float | None) -> float:
+    """Return a floor at 25 GB/s in place, 30 read, 80 written, 117 and 234 GFLOP/s, or others."""
+    monkeypatch.setattr("gdn_core.cli.machine.update_gb_s", lambda num_bytes, threads: 25.0)
+    figures = dict(cold_gb_s=25, read_gb_s=30, write_gb_s=80, gflop_s=117, bf16_gflop_s=234, exp_g_s=5.8)
+    plan = next(plan for plan in plans(op, Sizes(), Peers([], None)) if plan.label == label)
+    case: Case = plan.build()
+    return 1e6 * case.floor(Limits(threads=1, **(figures | limits)))
+
+
+STATE = 4 * 32 * 128 * 128  # bytes
+
+
+@pytest.mark.parametrize(
+    ("op", "label", "limits", "expected"),
+    [
+        ("decode", "B1 cold", {}, STATE / 25e3),
+        ("decode", "B16 cold", {}, 16 * STATE / 25e3),
+        ("decode", "B1 cold bf16", {}, STATE / 2 / 25e3),
+        ("decode", "B1 hot", {"gflop_s": 10}, 8 * STATE / 4 / 10e3),
+        ("spec", "B1 all", {}, STATE / 30e3 + 5 * STATE / 80e3),
+        ("replay", "B4 all", {}, 4 * (5 * 8 + 5 * 4) * STATE / 4 / 117e3),
+        ("replay", "B1 all", {"gflop_s": 1e6}, STATE / 25e3),
+        ("fused", "B1", {}, STATE / 25e3),
+        # The peers' own table of floors, at the limits of its machine.
+        ("prefill", "T=1024", {}, 17207),
+        ("prefill", "T=1024", {"bf16_gflop_s": None}, 2 * 17207),
+        ("prefill", "T=128 fp32", {}, 2 * 2151),
+        ("prefill", "varlen", {}, 20333),
+        ("conv", "T=1024", {}, 1446),
+        ("conv", "T=1024", {"exp_g_s": None}, (2 * 1024 * 8192 + 2 * 3 * 8192) / 25e3),
+    ],
+)
+def test_floors(
+    op: str, label: str, limits: dict[str, float], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert floor_us(monkeypatch, op, label, **limits) == pytest.approx(expected, rel=0.02)
 
 
 def test_bench_times_transformers(tmp_path: Path) -> None:
@@ -318,7 +583,7 @@ def test_bench_times_transformers(tmp_path: Path) -> None:
     status, report = status_and_json(tmp_path / "b.json", "bench", *TINY, "--vs", "transformers")
     assert status == 0
     theirs = [row for row in report["rows"] if row["contender"] == "transformers"]
-    assert {row["op"] for row in theirs} == {"decode", "recurrent", "gating", "norm", "chunk", "conv"}
+    assert {row["op"] for row in theirs} == {"decode", "recurrent", "gating", "norm", "prefill", "conv"}
     assert all(row["timing"] is not None for row in theirs), [(row["label"], row["error"]) for row in theirs]
 
 
@@ -332,7 +597,10 @@ def test_bench_times_transformers(tmp_path: Path) -> None:
         (["bench", "--backend", "nonsense"], "--backend nonsense: available here are "),
         (["bench", "--shape", "2,3,8,8"], "HV a multiple of H"),
         (["bench", "--shape", "2"], "expected four numbers H,HV,K,V"),
+        (["bench", "--hv", "16,x"], "expected numbers such as 16,32,64"),
         (["bench", "--threads", "0"], "must be 1 or more"),
+        (["bench", "--level", "nonsense"], "--level"),
+        (["bench", "gating", *TINY, "--case", "nonsense"], "--case nonsense: no case is called like that"),
         (["verify", "--json", "/nowhere/v.json"], "name a file in a directory that exists"),
     ],
 )

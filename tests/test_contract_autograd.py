@@ -15,7 +15,6 @@ from gdn_core.testing import inputs
 CHUNK, RECURRENT = RULES
 POOL_OPS = tuple(op for op in gdn_core.OPS if op not in ("fused_gdn_gating", "rms_norm_gated"))
 FUNCTIONAL = ("fused_gdn_gating", "rms_norm_gated", "causal_conv1d_fn", *RULES, "recurrent with gates")
-NATIVE_FUNCTIONAL = ("fused_gdn_gating", "rms_norm_gated", *RULES, "recurrent with gates")
 
 
 def functional_call(name, dtype=torch.float32):
@@ -129,7 +128,7 @@ def test_the_warning_comes_once_with_the_remedy(cpu_backend, caplog):
     assert "torch.no_grad()" in record.getMessage()
 
 
-@pytest.mark.parametrize("name", NATIVE_FUNCTIONAL)
+@pytest.mark.parametrize("name", FUNCTIONAL)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_a_gradient_parameters_run_natively(name, mode, cpu_backend, caplog):
     op, arguments = functional_call(name)
@@ -143,7 +142,7 @@ def test_without_a_gradient_parameters_run_natively(name, mode, cpu_backend, cap
     assert all(same_bits(x, y) and not x.requires_grad for x, y in zip(results, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", NATIVE_FUNCTIONAL)
+@pytest.mark.parametrize("name", FUNCTIONAL)
 def test_a_forced_backend_without_a_gradient_raises(name, cpu_backend):
     op, arguments = functional_call(name)
     for key, x in float_inputs(arguments).items():

@@ -14,18 +14,13 @@ import torch
 
 import gdn_core
 from contract_calls import DECODE, FLOATS, HV, RULES, C, H, K, S, V, call, small_call, untouched
-from gdn_core import ReplayRecords
+from gdn_core import ReplayRecords, _dispatch, _registry
 from gdn_core.testing import oracle, relative_error, to_float64
 
 CHUNK, RECURRENT = RULES
 SPEC, REPLAY = f"{DECODE}_spec", f"{DECODE}_replay"
 FUSED, FUSED_REPLAY = "fused_gdn_decode_post_conv_mtp", "fused_gdn_decode_post_conv_mtp_replay"
-NATIVE = ("fused_gdn_gating", "rms_norm_gated", DECODE, SPEC, REPLAY, FUSED, FUSED_REPLAY, RECURRENT, CHUNK)
-
-
-def backends_of(op):
-    """The default, which may fall back; the reference; and the CPU, where it has the op."""
-    return (None, "reference", "cpu") if op in NATIVE else (None, "reference")
+BACKENDS = (None, "reference", "cpu")
 
 
 def params(cases):
@@ -33,7 +28,7 @@ def params(cases):
     return [
         pytest.param(backend, op, *rest, id=f"{op}-{label}-{backend or 'default'}")
         for op, label, *rest in cases
-        for backend in backends_of(op)
+        for backend in BACKENDS
     ]
 
 
@@ -508,9 +503,8 @@ def test_numbers_of_other_libraries(backend, op):
 
 @pytest.mark.parametrize("op", gdn_core.OPS)
 def test_float64_runs_on_the_reference(op, cpu_backend):
-    if op in NATIVE:
-        with gdn_core.use_backend("cpu"):
-            raises_declined(op, to_float64(small_call(op)), "float64")
+    with gdn_core.use_backend("cpu"):
+        raises_declined(op, to_float64(small_call(op)), "float64")
     arguments, expected_arguments = to_float64(small_call(op)), to_float64(small_call(op))
     with gdn_core.record_calls() as calls:
         results = call(op, arguments)
@@ -534,8 +528,10 @@ def raises_declined(op, arguments, *fragments):
         assert fragment in str(caught.value)
 
 
-@pytest.mark.parametrize("op", [op for op in gdn_core.OPS if op not in NATIVE])
-def test_a_forced_backend_without_the_op_says_so(op, cpu_backend):
+@pytest.mark.parametrize("op", gdn_core.OPS)
+def test_a_forced_backend_without_the_op_says_so(op, cpu_backend, monkeypatch):
+    monkeypatch.delitem(_registry.provider("cpu").ops, op)
+    monkeypatch.setattr(_dispatch, "_fast", {})
     with gdn_core.use_backend("cpu"):
         raises_declined(op, small_call(op), "no kernel")
 

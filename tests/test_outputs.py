@@ -62,11 +62,7 @@ def overlaps(value: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
         yield lambda x: x.clone().as_strided(x.shape, [max(stride // 2, 1) for stride in x.contiguous().stride()])
 
 
-def takes(backend: str | None, op: str) -> bool:
-    return backend != "cpu" or not op.startswith("causal")
-
-
-CASES = [(backend, *case) for case in written_tensors() for backend in BACKENDS if takes(backend, case[0])]
+CASES = [(backend, *case) for case in written_tensors() for backend in BACKENDS]
 
 
 @pytest.fixture(autouse=True)

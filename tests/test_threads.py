@@ -27,6 +27,8 @@ PRELUDE = """
     import torch, gdn_core
     from gdn_core.testing import inputs
 
+    POOLS = ("initial_state_source", "conv_states", "conv_state")
+
     def calls():
         yield "fused_gdn_gating", inputs.gating_arguments((40000, 8))
         yield "rms_norm_gated", inputs.norm_arguments((1024, 2, 128))
@@ -34,6 +36,8 @@ PRELUDE = """
         yield "fused_sigmoid_gating_delta_rule_update", inputs.decode_arguments((1,) * 8, 2, 4, 32, 16)[0]
         for op in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
             yield op, inputs.delta_rule_arguments((9, 70), 4, 8, 64, 64)
+        yield "causal_conv1d_fn", inputs.conv_fn_arguments((9, 700), 200, 4)[0]
+        yield "causal_conv1d_update", inputs.conv_update_arguments((64,) * 8, 160, 4)[0]
 
     torch.set_num_threads(1)
     cases = list(calls())  # torch's own operators start no worker
@@ -41,7 +45,7 @@ PRELUDE = """
     def run_all():
         results = []
         for op, arguments in cases:
-            arguments = {**arguments, **{k: x.clone() for k, x in arguments.items() if k == "initial_state_source"}}
+            arguments = {**arguments, **{k: x.clone() for k, x in arguments.items() if k in POOLS}}
             out = getattr(gdn_core, op)(**arguments)
             results += [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
         return results
@@ -96,7 +100,7 @@ def test_torch_set_num_threads_is_honoured(cpu_backend):
             print(num_tasks() - alone)
         """
     )
-    assert counts == ["0", "1", "2", "3", "4", "5"]
+    assert counts == ["0", "1", "2", "3", "4", "5", "6", "7"]
 
 
 def _extension():

@@ -161,7 +161,8 @@ def sanitize() -> str | None:
         "GDN_REQUIRE": "cpu",
     }
     # The tests of what the contract promises, where their id says that a level of the CPU kernels runs.
-    tests = [*sorted((ROOT / "tests").glob("test_contract_*.py")), ROOT / "tests" / "test_speculative.py"]
+    others = [ROOT / "tests" / f"test_{name}.py" for name in ("convolution", "speculative")]
+    tests = [*sorted((ROOT / "tests").glob("test_contract_*.py")), *others]
     check([PYTHON, "-m", "pytest", "-q", "-m", "not slow", "-k", "cpu-", *tests], sanitized)
     return None
 

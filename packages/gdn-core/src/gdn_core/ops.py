@@ -49,6 +49,13 @@ def _like(name: str, model: Tensor) -> Tensor:
         raise TypeError(f"{name}: expected a torch.Tensor, got {describe(model)}") from None
 
 
+def _like_in_memory(name: str, model: Tensor) -> Tensor:
+    """Allocate a packed output of the shape, dtype and order of dimensions in memory of ``model``."""
+    if not isinstance(model, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {describe(model)}")
+    return _empty_like(model)
+
+
 def _fused_output(output_gate: Tensor, mixed_qkv: Tensor) -> Tensor:
     """Allocate the output of a fused decode: shaped like the gate, in the dtype of the activations."""
     for name, value in (("output_gate", output_gate), ("mixed_qkv", mixed_qkv)):
@@ -560,14 +567,14 @@ def causal_conv1d_fn(
         out: the shape of x, written instead of a new tensor.
 
     Returns:
-        y, of the shape and dtype of x, or (y, final_states).
+        y, of the shape, dtype and order in memory of x, or (y, final_states).
 
     Example:
         >>> import torch, gdn_core
         >>> gdn_core.causal_conv1d_fn(torch.randn(2, 8, 5), torch.randn(8, 4), activation="silu").shape
         torch.Size([2, 8, 5])
     """
-    y = _like("x", x) if out is None else out
+    y = _like_in_memory("x", x) if out is None else out
     final_states = final_states_out
     if return_final_states and final_states is None:
         tensor("x", x, ["B", "C", "T"] if query_start_loc is None else ["C", "T"])
@@ -625,7 +632,7 @@ def causal_conv1d_update(
         out: the shape of x, written instead of a new tensor.
 
     Returns:
-        y, of the shape and dtype of x.
+        y, of the shape, dtype and order in memory of x.
 
     Example:
         >>> import torch, gdn_core
@@ -633,7 +640,7 @@ def causal_conv1d_update(
         >>> gdn_core.causal_conv1d_update(torch.ones(2, 8), state, torch.ones(8, 4)).sum().item(), state[0, 0].tolist()
         (16.0, [0.0, 0.0, 1.0])
     """
-    y = _like("x", x) if out is None else out
+    y = _like_in_memory("x", x) if out is None else out
     flat = (
         x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices, num_accepted_tokens,
         query_start_loc, null_slot, y,

@@ -90,4 +90,12 @@ NB_MODULE(_C, m) {
         "use_qk_l2norm_in_kernel"_a.none(), "use_beta_sigmoid_in_kernel"_a.none(), "allow_neg_eigval"_a.none(),
         "state_v_first"_a.none(), "cu_seqlens"_a.none(), "state_indices"_a.none(), "has_initial_state"_a.none(),
         "null_slot"_a.none(), "out"_a.none(), "final_state"_a.none(), "chunk_states"_a.none(), "dry_run"_a = false);
+  m.def("causal_conv1d_fn", &gdn::cpu::causal_conv1d_fn, "x"_a.none(), "weight"_a.none(), "bias"_a.none(),
+        "seq_idx"_a.none(), "initial_states"_a.none(), "activation"_a.none(), "conv_states"_a.none(),
+        "query_start_loc"_a.none(), "cache_indices"_a.none(), "has_initial_state"_a.none(), "null_slot"_a.none(),
+        "out"_a.none(), "final_states"_a.none(), "dry_run"_a = false);
+  m.def("causal_conv1d_update", &gdn::cpu::causal_conv1d_update, "x"_a.none(), "conv_state"_a.none(), "weight"_a.none(),
+        "bias"_a.none(), "activation"_a.none(), "cache_seqlens"_a.none(), "conv_state_indices"_a.none(),
+        "num_accepted_tokens"_a.none(), "query_start_loc"_a.none(), "null_slot"_a.none(), "out"_a.none(),
+        "dry_run"_a = false);
 }

@@ -66,4 +66,14 @@ void chunk_gated_delta_rule(TensorView& q, TensorView& k, TensorView& v, TensorV
                             handle null_slot, TensorView& out, TensorView& final_state, TensorView& chunk_states,
                             bool dry_run);
 
+void causal_conv1d_fn(TensorView& x, TensorView& weight, TensorView& bias, TensorView& seq_idx,
+                      TensorView& initial_states, handle activation, TensorView& conv_states,
+                      TensorView& query_start_loc, TensorView& cache_indices, TensorView& has_initial_state,
+                      handle null_slot, TensorView& out, TensorView& final_states, bool dry_run);
+
+void causal_conv1d_update(TensorView& x, TensorView& conv_state, TensorView& weight, TensorView& bias,
+                          handle activation, TensorView& cache_seqlens, TensorView& conv_state_indices,
+                          TensorView& num_accepted_tokens, TensorView& query_start_loc, handle null_slot,
+                          TensorView& out, bool dry_run);
+
 }  // namespace gdn::cpu

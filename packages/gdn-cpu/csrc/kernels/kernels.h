@@ -11,5 +11,7 @@ void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int6
                 std::int64_t v_end, RecurrenceScratch& scratch);
 void gating(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
 void rms_norm_gated(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
+void causal_conv1d(const ConvolutionParams& params, const ConvolutionPiece* pieces, std::int64_t num_pieces,
+                   std::int64_t channel_begin, std::int64_t channel_end);
 
 }  // namespace gdn::cpu::GDN_ISA

@@ -9,6 +9,7 @@ const KernelTable kTable = {
     .recurrence = recurrence,
     .gating = gating,
     .rms_norm_gated = rms_norm_gated,
+    .causal_conv1d = causal_conv1d,
 };
 
 }  // namespace gdn::cpu::GDN_ISA

@@ -159,6 +159,65 @@ struct RmsNormGatedParams {
   GateActivation activation = GateActivation::kSilu;
 };
 
+// The last inputs of sequences, [slots, channels, columns] in any memory order.
+struct ConvolutionStates {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t slot_stride = 0;
+  std::int64_t channel_stride = 0;
+  std::int64_t column_stride = 0;
+};
+
+// What a sequence of n tokens leaves in the columns of its state, of the inputs joined = cat(source columns, x).
+enum class ConvolutionUpdate : std::uint8_t {
+  kShift,     // all columns: the last ones of `joined`
+  kRollback,  // columns 0 .. W-2+n-1: the history without its oldest, then x
+  kRing,      // columns (first_column + W-1 + t) % num_columns: x[t], for the last num_columns tokens
+};
+
+// Tokens [begin, end) of one batch entry that follow one history.
+struct ConvolutionRow {
+  std::int64_t batch = 0;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t source = -1;       // slot of the history; negative: zeros, but what input_history says
+  std::int64_t first_column = 0;  // of the history in the source; modulo num_columns
+  std::int64_t destination = -1;  // slot that is updated; negative: none
+  std::int64_t final_slot = -1;   // where the last W-1 inputs go as well; negative: nowhere
+  unsigned input_history = 0;     // bit i: history i is x of token begin - (W-1) + i
+  bool is_padding = false;        // the outputs are zeros
+};
+
+// A share of a row, tokens [begin, end). The first share of a row also updates the state.
+struct ConvolutionPiece {
+  const ConvolutionRow* row;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+// y_t = act(bias + sum_j weight[:, j] x[t - (W-1) + j]), per channel, over the tokens of rows.
+struct ConvolutionParams {
+  std::int64_t num_channels = 0;
+  std::int64_t width = 0;  // W, from 2 to kMaxConvolutionWidth
+  Operand x;               // head strides are those of channels; any strides
+  MutableOperand out;      // the same; x itself with in_place
+  bool in_place = false;
+  const void* weight = nullptr;  // [C, W]
+  DType weight_dtype = DType::kFloat32;
+  std::int64_t weight_channel_stride = 0;
+  std::int64_t weight_tap_stride = 0;
+  HeadVector bias;  // [C]; without data: zeros
+  bool silu = false;
+
+  std::int64_t num_columns = 0;  // of source and destination
+  ConvolutionStates source;      // may be the destination or the final states themselves
+  ConvolutionStates destination;
+  ConvolutionUpdate update = ConvolutionUpdate::kShift;
+  ConvolutionStates final_states;  // [rows, C, W-1]
+};
+inline constexpr std::int64_t kMaxConvolutionWidth = 5;
+inline constexpr std::int64_t kConvolutionChannels = 512;  // at most, of one call of the kernel
+
 inline constexpr std::int64_t kMaxHeadDim = 256;
 inline constexpr std::int64_t kMaxBlockTokens = 16;
 inline constexpr std::size_t kScratchAlignment = 64;
@@ -180,6 +239,9 @@ struct KernelTable {
                      std::int64_t v_end, RecurrenceScratch& scratch);
   void (*gating)(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
   void (*rms_norm_gated)(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
+  // Channels [channel_begin, channel_end) of some pieces, at most kConvolutionChannels.
+  void (*causal_conv1d)(const ConvolutionParams& params, const ConvolutionPiece* pieces, std::int64_t num_pieces,
+                        std::int64_t channel_begin, std::int64_t channel_end);
 };
 
 // One getter per compiled level, each in its own namespace of the level's name.

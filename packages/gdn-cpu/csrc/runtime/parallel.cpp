@@ -176,4 +176,61 @@ void run_rms_norm_gated(const KernelTable& table, const RmsNormGatedParams& para
            [&](std::int64_t begin, std::int64_t end) { table.rms_norm_gated(params, begin, end); });
 }
 
+namespace {
+
+// What one item of the convolution computes, in all channels of a block: enough tokens to be worth preparing the
+// filter, few enough for ragged rows to spread evenly over threads.
+constexpr std::int64_t kTokensPerItem = 64;
+
+// A row in pieces of kTokensPerItem. In place, a piece would read what the one before it has written: all in one. A
+// row without tokens has a piece only to hand its history on.
+void append_pieces(const ConvolutionRow& row, bool in_place, SmallVector<ConvolutionPiece>& pieces) {
+  if (row.begin == row.end && row.final_slot >= 0) pieces.push_back({&row, row.begin, row.end});
+  const std::int64_t step = in_place ? row.end - row.begin : kTokensPerItem;
+  for (std::int64_t begin = row.begin; begin < row.end; begin += step) {
+    pieces.push_back({&row, begin, std::min(begin + step, row.end)});
+  }
+}
+
+// Bounds of runs of pieces that have kTokensPerItem tokens together, or are one piece.
+Indices group_pieces(const SmallVector<ConvolutionPiece>& pieces) {
+  Indices bounds;
+  std::int64_t tokens = kTokensPerItem;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const std::int64_t size = std::max<std::int64_t>(1, pieces.data()[i].end - pieces.data()[i].begin);
+    if (tokens + size > kTokensPerItem) {
+      bounds.push_back(static_cast<std::int64_t>(i));
+      tokens = 0;
+    }
+    tokens += size;
+  }
+  bounds.push_back(static_cast<std::int64_t>(pieces.size()));
+  return bounds;
+}
+
+}  // namespace
+
+void run_causal_conv1d(const KernelTable& table, const ConvolutionParams& params,
+                       const SmallVector<ConvolutionRow>& rows, int num_threads) {
+  SmallVector<ConvolutionPiece> pieces;
+  std::int64_t num_tokens = 0;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    append_pieces(rows.data()[i], params.in_place, pieces);
+    num_tokens += rows.data()[i].end - rows.data()[i].begin;
+  }
+  // 0.25 ns an element: below this, waking other threads costs more than it gains.
+  constexpr std::int64_t kFewestElements = 65536;
+  if (num_tokens * params.num_channels < kFewestElements) num_threads = 1;
+  const Indices bounds = group_pieces(pieces);
+  const auto num_groups = static_cast<std::int64_t>(bounds.size()) - 1;
+  const std::int64_t blocks = (params.num_channels + kConvolutionChannels - 1) / kConvolutionChannels;
+  for_each(num_groups * blocks, num_threads, Schedule::kDynamic, [&](std::int64_t item) {
+    const std::int64_t first = bounds[static_cast<std::size_t>(item / blocks)];
+    const std::int64_t last = bounds[static_cast<std::size_t>(item / blocks + 1)];
+    const std::int64_t channel = item % blocks * kConvolutionChannels;
+    table.causal_conv1d(params, pieces.data() + first, last - first, channel,
+                        std::min(channel + kConvolutionChannels, params.num_channels));
+  });
+}
+
 }  // namespace gdn::cpu

@@ -18,4 +18,8 @@ void run_gating(const KernelTable& table, const GatingParams& params, std::int64
 
 void run_rms_norm_gated(const KernelTable& table, const RmsNormGatedParams& params, std::int64_t rows, int num_threads);
 
+// Rows in the order of their outputs in memory; each output belongs to one of them.
+void run_causal_conv1d(const KernelTable& table, const ConvolutionParams& params,
+                       const SmallVector<ConvolutionRow>& rows, int num_threads);
+
 }  // namespace gdn::cpu

@@ -25,6 +25,8 @@ _NATIVE = (
     "fused_gdn_decode_post_conv_mtp_replay",
     "fused_recurrent_gated_delta_rule",
     "chunk_gated_delta_rule",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
 )
 
 

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time operations: every backend, at the sizes of a released model, against the machine's own limits.
+"""Time operations at the sizes of released models, beside what the machine needs at least and beside other libraries.
 
-Each contender is first checked against the float64 reference; a wrong one is not timed. Then they take turns, each on
-states of its own. The last column is the work done per second as a share of what this machine reaches on plain memory
-updates or fp32 matrix products, measured in the same run. Activations are bfloat16, states float32. A row marked ~ is
-not to be trusted: something else was using the cores.
+Each contender is first checked against the float64 reference; a wrong one is not timed. Then they take turns in every
+round, and medians are shown: of gdn, with the floor as a share of it; of each contender it is held against, with how
+many times as long that takes. The floor is the longer of the state's way through memory and the arithmetic, at the
+limits printed below the table. "cold" states come from memory, "hot" ones from the caches. Activations are bfloat16 and
+states float32 unless the case says otherwise.
+
+A figure marked ~ is not to be trusted: something else was using the cores. A peer's marked ! is void: it is more than
+15 % above what the peer is known to take on this kind of machine, so that nothing follows from the comparison.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 import gdn_core
@@ -25,9 +32,11 @@ import gdn_core
 from .. import _registry
 from ..testing import inputs
 from . import CommandError, output
-from .bench_cases import OPS, Contender, Sizes, Workload, workloads
-from .machine import keep_freed_memory, limits
-from .peers import NAMES, Peers
+from .bench_case import Build, Case, Plan, Sizes
+from .bench_cases import OPS, plans
+from .known_machines import PEER_SLACK, Known, at_threads, this_machine
+from .machine import Limits, keep_freed_memory, limits
+from .peers import NAMES, VLLM_BEST, Peers
 from .timing import Timed, Timing, time_in_turn, torch_threads
 
 HOST_COST_BUDGET_US = 3.5
@@ -35,48 +44,108 @@ HOST_COST_BUDGET_US = 3.5
 # Peers round beta to bfloat16; a wrong result is off by far more.
 _PEER_TOLERANCE = 2e-2
 
+_ROUNDS, _QUICK_ROUNDS = 20, 5
+_OTHERS = 0.1  # cores in use elsewhere
+_BF16_LEVELS = ("x86_v4_bf16", "x86_amx", "arm_bf16")
+_OURS = "gdn"
+
+Active = Callable[[], AbstractContextManager[Any]]
+
 _UNSTEADY = "~ unsteady: the cores are shared with something else; run again on an idle machine"
+_VOID = "! void: a peer is more than 15 % slower than it is known to be; run again on an idle machine"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender on one workload. Without a timing, its result was wrong."""
+    """One contender on one case."""
 
     op: str
     label: str
+    value_heads: int
     threads: int
     contender: str
-    error: float
+    backend: str | None  # that ran it, where it is gdn's
+    error: float | None
     tolerance: float
+    failure: str | None  # why there is no timing
     timing: Timing | None
-    rate: float | None  # in `unit`
-    unit: str
-    limit: float
+    floor: float  # seconds
+    known: float | None  # seconds that the peer is known to take
 
     @property
     def share(self) -> float:
-        """The rate as a share of the limit, to a percent."""
-        return 0.0 if self.rate is None else round(self.rate / self.limit, 2)
+        """The floor as a share of the time."""
+        return 0.0 if self.timing is None else self.floor / self.timing.median
 
     @property
     def unsteady(self) -> bool:
-        """Whether the machine was not this process's own: beyond its limit, or the rounds far apart."""
+        """Whether the machine was not this process's own: cores in use, faster than its limits, or rounds far apart."""
         if self.timing is None:
             return False
-        return self.share > 1 or self.timing.high - self.timing.low > 2 * self.timing.median
+        is_shared = self.timing.others > _OTHERS or self.share > 1.05
+        return is_shared or self.timing.high - self.timing.low > 2 * self.timing.median
+
+    @property
+    def void(self) -> bool:
+        """Whether a peer was so slow that it must have been disturbed."""
+        return self.timing is not None and self.known is not None and self.timing.median > PEER_SLACK * self.known
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A contender whose first result was compared with float64."""
+
+    timed: Timed
+    backend: str | None
+    error: float | None
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What holds for all cases of a run."""
+
+    peers: Peers
+    backends: Sequence[str]
+    rounds: int
+    known: Known | None
+    level: str | None
+
+    def limits(self, threads: int) -> Limits:
+        return limits(threads, self.known, self.level in _BF16_LEVELS)
+
+    def known_seconds(self, case: Case, peer: str, threads: int) -> float | None:
+        """Return what the peer is known to take here, in the build that those times are of."""
+        if self.known is None or case.known_as is None or (peer == "vllm" and self.peers.vllm_build != VLLM_BEST):
+            return None
+        pair = self.known.peer_us.get(case.known_as, {}).get(peer)
+        figure = at_threads(pair, threads) if pair else None
+        return 1e-6 * case.scale * figure if figure and case.scale else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = f"{', '.join(OPS)}, separated by spaces or commas (default: all)"
     parser.add_argument("op", nargs="*", metavar="OP", help=which)
     parser.add_argument("--vs", default="", metavar="PEERS", help=f"other libraries to time: {','.join(NAMES)}")
-    parser.add_argument("--backend", action="append", metavar="NAME", help="only this backend; may be given again")
+    parser.add_argument(
+        "--case",
+        action="append",
+        metavar="WORDS",
+        help='only cases whose names have all these words, as "B16 cold"; may be given again',
+    )
+    parser.add_argument("--quick", action="store_true", help="a few small cases, and fewer rounds")
     parser.add_argument("--threads", default="1,all", metavar="N,...", help="default: %(default)s")
-    parser.add_argument("--rounds", type=output.positive, default=20, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--shape", default="16,32,128,128", metavar="H,HV,K,V", help="heads and head dims (default: %(default)s)"
     )
-    parser.add_argument("--full", action="store_true", help="more sizes: batch 64, 4096 tokens, ragged prefill")
+    parser.add_argument("--hv", metavar="HV,...", help="these numbers of value heads, in place of that of --shape")
+    parser.add_argument(
+        "--backend", action="append", metavar="NAME", help="not what gdn picks, but this; given again, each in turn"
+    )
+    parser.add_argument(
+        "--level", metavar="LEVEL", help="cap gdn-cpu at this instruction-set level; vllm is then its build for that"
+    )
+    parser.add_argument("--rounds", type=output.positive, metavar="N", help=f"default: {_ROUNDS}")
     parser.add_argument("--json", metavar="FILE", help='also write the results as JSON ("-": to stdout)')
 
 
@@ -92,51 +161,54 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         if name not in NAMES:
             raise CommandError(f"--vs {name}: there are {', '.join(NAMES)}")
-    sizes = _sizes(args.shape)
+    sizes = _sizes(args.shape, args.hv)
+    threads = _thread_counts(args.threads)
     backends = _backends(args.backend)
-    peers = Peers(names)
-    keep_freed_memory()
+    with _level(args.level):
+        active = next((backend.level for backend in gdn_core.backends() if backend.name == "cpu"), None)
+        rounds = args.rounds or (_QUICK_ROUNDS if args.quick else _ROUNDS)
+        setting = _Run(Peers(names, active), backends, rounds, this_machine(), active)
+        keep_freed_memory()
+        return _run(setting, ops, sizes, threads, args)
+
+
+def _run(
+    setting: _Run, ops: Sequence[str], sizes: Sequence[Sizes], threads: Sequence[int], args: argparse.Namespace
+) -> int:
     console = output.console_for(args.json)
     rows: list[Row] = []
     machine = {}
-    for threads in _thread_counts(args.threads):
-        with torch_threads(threads):
-            new = _run_at(threads, ops, sizes, peers, backends, args)
-            machine[threads] = limits(threads)
-        console.print(_table(new, threads))
-        rows += new
-    if any(row.unsteady for row in rows):
-        console.print(_UNSTEADY, style="yellow")
-    host_cost = _host_cost_us(args.rounds) if "decode" in ops else None
-    for threads, limit in machine.items():
-        console.print(
-            f"Limits at {output.count(threads, 'thread')}: {limit.cold_gb_s:.1f} GB/s updating memory in place, "
-            f"{limit.gflop_s:.0f} GFLOP/s in fp32 matrix products."
-        )
-    if host_cost is not None:
-        console.print(f"Host cost of an eager decode call: {host_cost:.2f} us (budget {HOST_COST_BUDGET_US}).")
-    wrong = [row for row in rows if row.timing is None]
-    for row in wrong:
-        console.print(
-            f"WRONG, not timed: {row.op}, {row.label}, {row.contender}: "
-            f"error {row.error:.1e}, tolerance {row.tolerance:.0e}",
-            style="red",
-        )
+    for number in threads:
+        with torch_threads(number):
+            machine[number] = setting.limits(number)
+            for size in sizes:
+                new = _run_at(setting, number, ops, size, args)
+                if new:
+                    console.print(_table(new, number, size))
+                rows += new
+    if not rows:
+        raise CommandError(f"--case {args.case[0]}: no case is called like that; names are as in the table")
+    host_cost = _host_cost_us(setting.rounds) if "decode" in ops and not args.case else None
+    _print_notes(console, setting, rows, machine, host_cost)
     if args.json:
-        report = {"system": _system(), "limits": {threads: asdict(limit) for threads, limit in machine.items()}}
-        as_json = [asdict(row) | {"unsteady": row.unsteady} for row in rows]
+        report = {"system": _system(setting), "limits": {number: asdict(limit) for number, limit in machine.items()}}
+        as_json = [asdict(row) | {"unsteady": row.unsteady, "void": row.void} for row in rows]
         output.write_json(args.json, report | {"host_cost_us": host_cost, "rows": as_json})
-    return 1 if any(row.contender not in NAMES for row in wrong) else 0
+    return 1 if any(row.failure and row.contender not in NAMES for row in rows) else 0
 
 
-def _sizes(text: str) -> Sizes:
+def _sizes(shape: str, value_heads: str | None) -> list[Sizes]:
     try:
-        key_heads, value_heads, key_dim, value_dim = (int(part) for part in text.split(","))
+        H, HV, K, V = (int(part) for part in shape.split(","))
     except ValueError as error:
-        raise CommandError(f"--shape {text}: expected four numbers H,HV,K,V such as 16,32,128,128") from error
-    if min(key_heads, value_heads, key_dim, value_dim) < 1 or value_heads % key_heads:
-        raise CommandError(f"--shape {text}: all must be positive, and HV a multiple of H")
-    return Sizes(key_heads, value_heads, key_dim, value_dim)
+        raise CommandError(f"--shape {shape}: expected four numbers H,HV,K,V such as 16,32,128,128") from error
+    try:
+        several = [int(part) for part in value_heads.split(",")] if value_heads else [HV]
+    except ValueError as error:
+        raise CommandError(f"--hv {value_heads}: expected numbers such as 16,32,64") from error
+    if min(H, *several, K, V) < 1 or any(number % H for number in several):
+        raise CommandError(f"--shape {shape}: all must be positive, and HV a multiple of H")
+    return [Sizes(H, number, K, V) for number in several]
 
 
 def _thread_counts(text: str) -> list[int]:
@@ -154,67 +226,111 @@ def _backends(wanted: Sequence[str] | None) -> list[str]:
     for name in wanted or ():
         if name not in available:
             raise CommandError(f"--backend {name}: available here are {', '.join(available)}; see gdn info")
-    return [name for name in available if not wanted or name in wanted]
+    return list(wanted or ())
 
 
-def _run_at(
-    threads: int, ops: Sequence[str], sizes: Sizes, peers: Peers, backends: Sequence[str], args: argparse.Namespace
-) -> list[Row]:
+def _level(name: str | None) -> AbstractContextManager[Any]:
+    if name is None:
+        return nullcontext()
+    if _registry.provider("cpu") is None:
+        raise CommandError("--level: gdn-cpu is not available; see gdn info")
+    gdn_cpu = importlib.import_module("gdn_cpu")
+    known = [level.name for level in gdn_cpu.levels() if level.supported]
+    if name not in known:
+        raise CommandError(f"--level {name}: this machine runs {', '.join(known)}")
+    level: AbstractContextManager[Any] = gdn_cpu.isa_level(name)
+    return level
+
+
+def _run_at(setting: _Run, threads: int, ops: Sequence[str], sizes: Sizes, args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with output.steps(len(ops)) as steps:
         for op in ops:
             steps.step(f"{op}, {output.count(threads, 'thread')}", "building inputs")
-            for workload in workloads(op, sizes, peers, full=args.full):
-                steps.detail(workload.label)
-                rows += _measure(workload, threads, backends, args.rounds)
+            for plan in _selected(op, plans(op, sizes, setting.peers), args):
+                steps.detail(plan.label)
+                rows += _measure(setting, plan.build(), threads, sizes)
     return rows
 
 
-def _measure(workload: Workload, threads: int, backends: Sequence[str], rounds: int) -> list[Row]:
+def _selected(op: str, all_plans: Sequence[Plan], args: argparse.Namespace) -> Iterator[Plan]:
+    wanted = [text.split() for text in args.case or ()]
+    for plan in all_plans:
+        words = [op, *plan.label.split()]
+        is_wanted = any(all(word in words for word in each) for each in wanted) if wanted else True
+        if is_wanted and (plan.quick or not args.quick):
+            yield plan
+
+
+def _measure(setting: _Run, case: Case, threads: int, sizes: Sizes) -> list[Row]:
     """Check every contender, then time those that are right."""
-    contenders = _contenders(workload, backends)
-    errors = {}
-    for name, (contender, active) in contenders.items():
-        with active():
-            errors[name] = workload.error(contender)
-    tolerances = {name: _PEER_TOLERANCE if name in NAMES else workload.tolerance for name in contenders}
-    right = [name for name in contenders if errors[name] <= tolerances[name]]
-    timings = dict(
-        zip(right, time_in_turn([Timed(contenders[n][0].call, contenders[n][1]) for n in right], rounds), strict=True)
-    )
-    limit = workload.limit(limits(threads), threads)
-    rows = []
-    for name in contenders:
-        timing = timings.get(name)
-        rate = None if timing is None else workload.work / timing.median * 1e-9
-        rows.append(
-            Row(
-                op=workload.op,
-                label=workload.label,
-                threads=threads,
-                contender=name,
-                error=errors[name],
-                tolerance=tolerances[name],
-                timing=timing,
-                rate=rate,
-                unit=workload.unit,
-                limit=limit,
-            )
+    floor = case.floor(setting.limits(threads))
+    checked = {name: _check(case, name, *entry) for name, entry in _contenders(case, setting.backends).items()}
+    right = [name for name, each in checked.items() if each.failure is None]
+    timings = dict(zip(right, time_in_turn([checked[name].timed for name in right], setting.rounds), strict=True))
+    return [
+        Row(
+            op=case.op,
+            label=case.label,
+            value_heads=sizes.value_heads,
+            threads=threads,
+            contender=name,
+            backend=each.backend,
+            error=each.error,
+            tolerance=_tolerance(case, name),
+            failure=each.failure,
+            timing=timings.get(name),
+            floor=floor,
+            known=setting.known_seconds(case, name, threads),
         )
-    return rows
+        for name, each in checked.items()
+    ]
 
 
-def _contenders(
-    workload: Workload, backends: Sequence[str]
-) -> dict[str, tuple[Contender, Callable[[], AbstractContextManager[Any]]]]:
-    contenders: dict[str, tuple[Contender, Callable[[], AbstractContextManager[Any]]]] = {}
-    for name in backends:
-        provider = _registry.provider(name)
-        if name == _registry.REFERENCE or (provider and workload.function in provider.ops):
-            contenders[name] = workload.ours(), partial(gdn_core.use_backend, name)
-    for name, build in workload.peers.items():
-        contenders[name] = build(), nullcontext
+def _contenders(case: Case, backends: Sequence[str]) -> dict[str, tuple[Build, Active]]:
+    """Return gdn first, as it picks its backend or with the first wanted one; then all that it is held against."""
+    wanted = [name for name in backends if name == _registry.REFERENCE or case.function in _native_ops(name)]
+    if backends and not wanted:
+        return {}
+    ours: Active = partial(gdn_core.use_backend, wanted[0]) if wanted else nullcontext
+    contenders: dict[str, tuple[Build, Active]] = {_OURS: (case.ours, ours)}
+    for name in wanted[1:]:
+        contenders[name] = case.ours, partial(gdn_core.use_backend, name)
+    for name, build in case.variants.items():
+        contenders[name] = build, ours
+    for name, build in case.peers.items():
+        contenders[name] = build, nullcontext
     return contenders
+
+
+def _native_ops(backend: str) -> Mapping[str, Any]:
+    provider = _registry.provider(backend)
+    return provider.ops if provider else {}
+
+
+def _tolerance(case: Case, contender: str) -> float:
+    return _PEER_TOLERANCE if contender in NAMES else case.tolerance
+
+
+def _check(case: Case, name: str, build: Build, active: Active) -> _Checked:
+    """Build a contender and compare its first result. One that raises fails alone."""
+    error, backend, contender = None, None, None
+    with active(), gdn_core.record_calls() as calls:
+        try:
+            contender = build()
+            error = case.error(contender)
+            failure = None
+        except (RuntimeError, ValueError, TypeError) as raised:
+            failure = f"{type(raised).__name__}: {raised}"
+    if error is not None and not error <= _tolerance(case, name):
+        failure = f"error {error:.1e}, tolerance {_tolerance(case, name):.0e}"
+    if name not in NAMES:
+        backend = "+".join(sorted({used for _, used in calls})) or None
+    return _Checked(Timed(contender.call if contender else _nothing, active), backend, error, failure)
+
+
+def _nothing() -> None:
+    """Stand for the call of a contender that could not be built, and is not timed."""
 
 
 def _host_cost_us(rounds: int) -> float | None:
@@ -233,34 +349,26 @@ def _host_cost_us(rounds: int) -> float | None:
 # What is printed
 
 
-def _table(rows: Sequence[Row], threads: int) -> Table:
-    columns = ("us", "10-90 %", "rate", "of limit", "x gdn", "error")
-    table = output.table(output.count(threads, "thread"), "", "contender", *columns, right=columns)
-    fastest_of_ours: dict[tuple[str, str], float] = {}
-    for row in rows:
-        if row.timing is not None and row.contender not in NAMES:
-            key = row.op, row.label
-            fastest_of_ours[key] = min(fastest_of_ours.get(key, row.timing.median), row.timing.median)
-    previous = None
-    for row in rows:
-        key = row.op, row.label
-        name = f"{row.op}, {row.label}" if key != previous else ""
-        previous = key
-        if row.timing is None or row.rate is None:
-            table.add_row(name, row.contender, "[bold red]wrong[/]", "", "", "", "", f"{row.error:.0e}")
-            continue
-        spread = f"{_us(row.timing.low)}-{_us(row.timing.high)}"
-        table.add_row(
-            name,
-            row.contender,
-            "~ " * row.unsteady + _us(row.timing.median),
-            spread,
-            f"{row.rate:.3g} {row.unit}",
-            f"{row.share:.0%}",
-            f"{row.timing.median / fastest_of_ours[key]:.2f}" if key in fastest_of_ours else "",
-            f"{row.error:.0e}",
-        )
+def _table(rows: Sequence[Row], threads: int, sizes: Sizes) -> Table:
+    title = f"{output.count(threads, 'thread')}, H HV K V = {' '.join(map(str, sizes.heads))}"
+    table = output.table(title, "", "gdn us", "floor us", "against", "us", right=("gdn us", "floor us", "us"))
+    for _, group in groupby(rows, lambda row: (row.op, row.label)):
+        ours, *others = group
+        name = f"{ours.op} {ours.label}"
+        first = [name, _time(ours), f"{_us(ours.floor)} ({ours.share:.0%})" if ours.timing else _us(ours.floor)]
+        if not others:
+            table.add_row(*first, "", "")
+        for number, other in enumerate(others):
+            table.add_row(*(first if number == 0 else ("", "", "")), other.contender, _time(other, ours))
     return table
+
+
+def _time(row: Row, ours: Row | None = None) -> str:
+    """Return the time with its marks, and as a multiple of that of `ours`."""
+    if row.timing is None:
+        return "[bold red]wrong[/]" if row.error is not None else "[bold red]failed[/]"
+    text = "! " * row.void + "~ " * row.unsteady + _us(row.timing.median)
+    return text if ours is None or ours.timing is None else f"{text} ({row.timing.median / ours.timing.median:.2f}x)"
 
 
 def _us(seconds: float) -> str:
@@ -268,9 +376,37 @@ def _us(seconds: float) -> str:
     return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
-def _system() -> dict[str, Any]:
+def _print_notes(
+    console: Console, setting: _Run, rows: Sequence[Row], machine: dict[int, Limits], host_cost: float | None
+) -> None:
+    if any(row.unsteady for row in rows):
+        console.print(_UNSTEADY, style="yellow")
+    if any(row.void for row in rows):
+        console.print(_VOID, style="yellow")
+    if any(row.known is not None for row in rows) and setting.known is not None:
+        console.print(f"Peers are held against their known times on this kind of machine: {setting.known.name}.")
+    for threads, limit in machine.items():
+        exponentials = f", {limit.exp_g_s:.1f} G exp/s" if limit.exp_g_s else ""
+        bf16 = f", {limit.bf16_gflop_s:.0f} in bf16" if limit.bf16_gflop_s else ""
+        console.print(
+            f"Limits at {output.count(threads, 'thread')}: {limit.cold_gb_s:.1f} GB/s updating memory in place, "
+            f"{limit.read_gb_s:.1f} reading, {limit.write_gb_s:.1f} writing; "
+            f"{limit.gflop_s:.0f} GFLOP/s in fp32{bf16}{exponentials}."
+        )
+    slow = sorted({row.op for row in rows if row.contender == _OURS and row.backend == _registry.REFERENCE})
+    if slow and not setting.backends:
+        console.print(f"Without a native kernel here, on the reference: {', '.join(slow)}.")
+    if host_cost is not None:
+        console.print(f"Host cost of an eager decode call: {host_cost:.2f} us (budget {HOST_COST_BUDGET_US}).")
+    for row in rows:
+        if row.failure:
+            console.print(f"WRONG, not timed: {row.op} {row.label}, {row.contender}: {row.failure}", style="red")
+
+
+def _system(setting: _Run) -> dict[str, Any]:
     return {
         "machine": platform.machine(),
+        "known_machine": setting.known.name if setting.known else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "gdn_core": gdn_core.__version__,

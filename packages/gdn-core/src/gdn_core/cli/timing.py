@@ -3,18 +3,26 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+from pathlib import Path
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
 
 # Below this a clock reading and a loop iteration would be part of the result.
 _SHORTEST_SAMPLE = 200e-6
+# One of these needs no second call to be sure that it is long enough.
+_LONG_CALL = 20e-3
 _LARGEST_BATCH = 4096
+# Seconds that the rounds of a case may take, once there are a few of them.
+_LONGEST_CASE = 8.0
+_FEWEST_ROUNDS = 3
+_SURE_BUSY = 0.05
 
 
 @contextmanager
@@ -38,26 +46,48 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call over the rounds: the median, and the 10th and 90th percentile."""
+    """Seconds a call over the rounds: the median, and the 10th and 90th percentile.
+
+    `others` is how many cores other processes, or other machines on the same host, used meanwhile.
+    """
 
     median: float
     low: float
     high: float
+    others: float = 0.0
 
 
 def time_in_turn(contenders: Sequence[Timed], rounds: int) -> list[Timing]:
-    """Time each contender in every one of `rounds` rounds."""
+    """Time each contender in every one of `rounds` rounds, fewer where calls take seconds."""
     batches = [_batch_size(contender) for contender in contenders]
     samples: list[list[float]] = [[] for _ in contenders]
-    for _ in range(rounds):
+    started, busy = perf_counter(), _busy_elsewhere()
+    for done in range(rounds):
+        if done >= _FEWEST_ROUNDS and perf_counter() - started > _LONGEST_CASE:
+            break
         for contender, batch, seconds in zip(contenders, batches, samples, strict=True):
             seconds.append(_sample(contender, batch))
-    return [_summary(seconds) for seconds in samples]
+    # The kernel counts in ticks: less than a few of them say nothing.
+    busy = _busy_elsewhere() - busy
+    others = busy / (perf_counter() - started) if busy > _SURE_BUSY else 0.0
+    return [_summary(seconds, others) for seconds in samples]
+
+
+def _busy_elsewhere(stat: Path = Path("/proc/stat")) -> float:
+    """Return the seconds that cores were busy, less those of this process; always 0 where nobody counts them."""
+    try:
+        ticks = [int(number) for number in stat.read_text().splitlines()[0].split()[1:9]]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _wait, interrupts, soft_interrupts, stolen = ticks
+    busy = user + nice + system + interrupts + soft_interrupts + stolen
+    return busy / os.sysconf("SC_CLK_TCK") - process_time()
 
 
 def _batch_size(contender: Timed) -> int:
     """Return how many calls make one sample long enough. Also warms up."""
-    _sample(contender, 1)
+    if _sample(contender, 1) > _LONG_CALL:
+        return 1
     batch = 1
     while batch < _LARGEST_BATCH and _sample(contender, batch) * batch < _SHORTEST_SAMPLE:
         batch *= 2
@@ -67,14 +97,16 @@ def _batch_size(contender: Timed) -> int:
 def _sample(contender: Timed, batch: int) -> float:
     call = contender.call
     with contender.active():
+        if batch > 1:
+            call()  # what the contender before it left in the caches is not this one's to pay for
         started = perf_counter()
         for _ in range(batch):
             call()
         return (perf_counter() - started) / batch
 
 
-def _summary(seconds: list[float]) -> Timing:
+def _summary(seconds: list[float], others: float) -> Timing:
     if len(seconds) < 2:
-        return Timing(seconds[0], seconds[0], seconds[0])
+        return Timing(seconds[0], seconds[0], seconds[0], others)
     tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-    return Timing(statistics.median(seconds), tenths[0], tenths[-1])
+    return Timing(statistics.median(seconds), tenths[0], tenths[-1], others)

@@ -267,6 +267,7 @@ def _conv() -> Iterator[Case]:
     drafts = partial(_conv_steps, [4, 2, 1], 37, 4, state_len=7, accepted=[1, 3, 4])
     ring = partial(_conv_steps, [1, 1], 37, 4, is_dense=True, state_len=5, positions=[0, 7])
     yield Case(fn, "2048 channels, 4 tokens", partial(_conv_prefills, [4], 2048, 4), _conv_fn_errors)
+    yield Case(fn, "37 channels, 130 tokens", partial(_conv_prefills, [130], 37, 4), _conv_fn_errors)
     yield Case(fn, "37 channels, rows of 9, 1, 0, 2", partial(_conv_prefills, [9, 1, 0, 2], 37, 4), _conv_fn_errors)
     yield Case(fn, "37 channels, batch, width 3, no bias", batch, _conv_fn_errors)
     yield Case(update, "8192 channels", partial(_conv_steps, [1], 8192, 4, is_dense=True), _conv_update_errors)

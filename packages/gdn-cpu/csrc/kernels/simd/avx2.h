@@ -155,3 +155,5 @@ GDN_INLINE void store_sums(const Vec* x, float* first, float* second) {
 
 }  // namespace
 }  // namespace gdn::cpu::GDN_ISA
+
+#include "coarse.h"

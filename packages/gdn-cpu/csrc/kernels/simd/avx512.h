@@ -82,8 +82,95 @@ GDN_INLINE void store_n(Half* p, Vec x, std::int64_t n) {
   _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x, Half{}));
 }
 
+// Words i * stride of 64 words, for every dword i.
+GDN_INLINE __m512i strided_words(__m512i low, __m512i high, std::int64_t stride) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i word = _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int>(stride)));
+  return _mm512_permutex2var_epi16(low, word, high);
+}
+GDN_INLINE Vec widen_dwords(__m512i bits, BFloat16) { return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))}; }
+GDN_INLINE Vec widen_dwords(__m512i bits, Float16) { return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits))}; }
+
+// Lane i of vector j is p[i * kCount + j].
+template <int kCount>
+GDN_INLINE void load_interleaved(const float* p, Vec (&x)[kCount]) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i index = _mm512_mullo_epi32(lane, _mm512_set1_epi32(kCount));
+  for (int j = 0; j < kCount; ++j) x[j] = {_mm512_i32gather_ps(index, p + j, 4)};
+}
+template <int kCount, class Half>
+  requires(kCount <= 4)
+GDN_INLINE void load_interleaved(const Half* p, Vec (&x)[kCount]) {
+  constexpr std::uint64_t kWords = kCount == 4 ? ~std::uint64_t{0} : (std::uint64_t{1} << (kCount * kLanes % 64)) - 1;
+  const __m512i low = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(kWords), p);
+  const __m512i high = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(kWords >> 32), p + 32);
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i first = _mm512_mullo_epi32(lane, _mm512_set1_epi32(kCount));
+  for (int j = 0; j < kCount; ++j) {
+    const __m512i word = _mm512_add_epi32(first, _mm512_set1_epi32(j));
+    x[j] = widen_dwords(_mm512_permutex2var_epi16(low, word, high), Half{});
+  }
+}
+template <int kCount, class Half>
+  requires(kCount > 4)
+GDN_INLINE void load_interleaved(const Half* p, Vec (&x)[kCount]) {
+  for (int j = 0; j < kCount; ++j) {
+    float lanes[kLanes];
+    for (std::int64_t i = 0; i < kLanes; ++i) lanes[i] = to_float(p[i * kCount + j]);
+    x[j] = load(lanes);
+  }
+}
+
+// Lane i is p[i * stride], for i < n, zeros beyond. Nothing between the last of them and the next is read.
+template <class Half>
+GDN_INLINE Vec load_strided(const Half* p, std::int64_t stride, std::int64_t n) {
+  const std::int64_t lanes = n < kLanes ? n : kLanes;
+  if (stride > 4) {
+    float each[kLanes] = {};
+    for (std::int64_t i = 0; i < lanes; ++i) each[i] = to_float(p[i * stride]);
+    return load(each);
+  }
+  const std::uint64_t words = (std::uint64_t{2} << ((lanes - 1) * stride)) - 1;
+  const __m512i low = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(words), p);
+  const __m512i high = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(words >> 32), p + 32);
+  return widen_dwords(strided_words(low, high, stride), Half{});
+}
+GDN_INLINE Vec load_strided(const float* p, std::int64_t stride, std::int64_t n) {
+  const std::int64_t lanes = n < kLanes ? n : kLanes;
+  if (stride > 1 << 24) {
+    float each[kLanes] = {};
+    for (std::int64_t i = 0; i < lanes; ++i) each[i] = p[i * stride];
+    return load(each);
+  }
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i index = _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int>(stride)));
+  return {_mm512_mask_i32gather_ps(_mm512_setzero_ps(), first_lanes(lanes), index, p, 4)};
+}
+
 GDN_INLINE void store_pair(BFloat16* p, Vec a, Vec b) {
   _mm512_storeu_si512(p, high_halves(round_to_bfloat16(a), round_to_bfloat16(b)));
+}
+
+// A NaN becomes the default one, others stay.
+GDN_INLINE Vec canonical_nan(Vec x) { return {_mm512_fixupimm_ps(x.v, x.v, _mm512_set1_epi32(0x33), 0)}; }
+// The nearest bfloat16 in the high halves, ties away from zero: one operation instead of four. The NaN must have no
+// bits in their low halves, as those from bfloat16 and canonical_nan.
+GDN_INLINE __m512i coarse_bits(Vec x) { return _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x8000)); }
+GDN_INLINE Vec coarse_bfloat16(Vec x) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  return {_mm512_castsi512_ps(_mm512_and_si512(coarse_bits(canonical_nan(x)), high))};
+}
+GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
+  const __m512i bits = coarse_bits(x);
+  const __m256i halves = _mm512_castsi512_si256(high_halves(bits, bits));
+  if (n >= kLanes) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
+  } else {
+    _mm256_mask_storeu_epi16(p, first_lanes(n), halves);
+  }
+}
+GDN_INLINE void store_coarse_pair(BFloat16* p, Vec a, Vec b) {
+  _mm512_storeu_si512(p, high_halves(coarse_bits(a), coarse_bits(b)));
 }
 
 GDN_INLINE Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -100,6 +187,19 @@ GDN_INLINE Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NE
 
 // x * 2^n for integral n, rounded once.
 GDN_INLINE Vec scale_by_power_of_two(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+
+// 2^x within 2^-13.7 of it, for results that are stored with 8 bits. Infinite x has a fraction of 0.
+GDN_INLINE Vec coarse_exp2(Vec x) {
+  const __m512 f = _mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_set1_ps(0.07802452147006989f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.22606715559959412f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6958335041999817f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.9999251961708069f));
+  return {_mm512_scalef_ps(p, x.v)};  // rounds x down itself
+}
+
+// 1 / x within 2^-14 of it.
+GDN_INLINE Vec coarse_reciprocal(Vec x) { return {_mm512_rcp14_ps(x.v)}; }
 
 GDN_INLINE Mask less(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
 GDN_INLINE Mask either(Mask a, Mask b) { return {static_cast<__mmask16>(a.m | b.m)}; }

@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// y_t = act(bias + sum_j weight[:, j] x[t - (W-1) + j]), per channel, act SiLU or identity, fp32 until the store.
+//
+// x, y: [batch, token, channel] at any strides. weight: [C, W], bias: [C]. States: [slots, C, columns] at any strides.
+// Every dtype is its operand's own. One call computes a block of channels of some pieces of rows; the first piece of a
+// row reads its history and updates its state, before any output is written: y may be x itself.
+//
+// Where channels have unit stride in x and y, a lane is a channel, and a window of the last inputs stays in registers
+// over a few tokens. Where tokens have, a lane is a token. Anything else goes lane by lane. The sum starts from the
+// bias and adds the oldest tap first, by fma, whichever way: the values are the same. A decode step on a packed state
+// of the same dtype has a loop of its own. SiLU that is stored as bfloat16 is computed within 2^-12.6. Bound by
+// arithmetic, that of SiLU, while x and y fit the caches; by memory beyond.
+#include "convolution_state.h"
+#include "kernels.h"
+#include "vector_math.h"
+
+namespace gdn::cpu::GDN_ISA {
+namespace {
+
+constexpr std::int64_t kMaxHistory = kMaxConvolutionWidth - 1;
+constexpr std::int64_t kTokensPerPass = 8;  // the rows of x that are read side by side
+
+// fp32 copies of what belongs to the channels of the call.
+struct Filter {
+  alignas(kScratchAlignment) float tap[kMaxConvolutionWidth][kConvolutionChannels];
+  alignas(kScratchAlignment) float bias[kConvolutionChannels];
+};
+
+struct History {
+  alignas(kScratchAlignment) float input[kMaxHistory][kConvolutionChannels];
+};
+
+// Where SiLU is stored as bfloat16 it is computed only as well as that shows, from sums that the filter has scaled.
+template <class T>
+constexpr bool kIsBFloat16 = false;
+template <>
+constexpr bool kIsBFloat16<BFloat16> = true;
+template <bool kSilu, class T>
+constexpr bool kIsCoarse = kSilu && kIsBFloat16<T>;
+
+template <bool kSilu, class T>
+GDN_INLINE Vec activate(Vec y) {
+  if constexpr (kIsCoarse<kSilu, T>) {
+    return coarse_silu(y);
+  } else if constexpr (kSilu) {
+    return silu(y);
+  } else {
+    return y;
+  }
+}
+
+template <bool kSilu, class T>
+GDN_INLINE void store_activated(T* to, Vec y, std::int64_t n) {
+  if constexpr (kIsCoarse<kSilu, T>) {
+    store_coarse(to, activate<kSilu, T>(y), n);
+  } else {
+    store_up_to(to, activate<kSilu, T>(y), n);
+  }
+}
+template <bool kSilu, class T>
+GDN_INLINE void store_activated_pair(T* to, const Vec (&y)[2]) {
+  const Vec first = activate<kSilu, T>(y[0]);
+  const Vec second = activate<kSilu, T>(y[1]);
+  if constexpr (kIsCoarse<kSilu, T>) {
+    store_coarse_pair(to, first, second);
+  } else if constexpr (requires { store_pair(to, first, second); }) {
+    store_pair(to, first, second);
+  } else {
+    store(to, first);
+    store(to + kLanes, second);
+  }
+}
+
+// --- a lane is a channel ---
+
+// x and y of one batch entry in one dtype, channels side by side.
+template <class T>
+struct PackedChannels {
+  const T* x;
+  T* out;
+  std::int64_t x_token_stride;
+  std::int64_t out_token_stride;
+};
+
+template <class T>
+GDN_INLINE Vec load_x(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, std::int64_t n) {
+  return load_up_to(at.x + token * at.x_token_stride + channel, n);
+}
+template <bool kSilu, class T>
+GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, const Vec (&y)[1],
+                          std::int64_t n) {
+  store_activated<kSilu>(at.out + token * at.out_token_stride + channel, y[0], n);
+}
+template <bool kSilu, class T>
+GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, const Vec (&y)[2],
+                          std::int64_t) {
+  store_activated_pair<kSilu>(at.out + token * at.out_token_stride + channel, y);
+}
+
+// The row of x that comes a pass later, and its row of y, which stores would fetch one line at a time.
+template <class T>
+GDN_INLINE void prefetch_pass(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel) {
+  __builtin_prefetch(at.x + token * at.x_token_stride + channel, 0, 2);
+  __builtin_prefetch(at.out + token * at.out_token_stride + channel, 1, 2);
+}
+
+// The same for any dtypes and strides.
+struct ScatteredChannels {
+  Lanes x;
+  MutableLanes out;
+  std::int64_t x_token_stride;
+  std::int64_t out_token_stride;
+};
+
+GDN_INLINE Vec load_x(const ScatteredChannels& at, std::int64_t token, std::int64_t channel, std::int64_t n) {
+  const std::int64_t offset = at.x.offset + token * at.x_token_stride + channel * at.x.stride;
+  return load_lanes({at.x.data, at.x.dtype, at.x.stride, offset}, n);
+}
+template <bool kSilu, int kVectors>
+GDN_INLINE void store_out(const ScatteredChannels& at, std::int64_t token, std::int64_t channel,
+                          const Vec (&y)[kVectors], std::int64_t n) {
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t c = v * kLanes;
+    const std::int64_t offset = at.out.offset + token * at.out_token_stride + (channel + c) * at.out.stride;
+    const bool coarse = at.out.dtype == DType::kBFloat16 && kSilu;
+    const Vec result = coarse ? coarse_bfloat16(activate<kSilu, BFloat16>(y[v])) : activate<kSilu, float>(y[v]);
+    store_lanes({at.out.data, at.out.dtype, at.out.stride, offset}, result, n - c);
+  }
+}
+
+GDN_INLINE void prefetch_pass(const ScatteredChannels&, std::int64_t, std::int64_t) {}
+
+// Tokens [begin, end) of kVectors vectors of channels from `channel` on, the last of which has n lanes. `local` is the
+// first channel within the call's block. Without a history, x has the inputs before `begin`.
+template <int kWidth, bool kSilu, int kVectors, class Channels>
+GDN_INLINE void convolve_vectors(const Channels& channels, const Filter& filter, const History* history,
+                                 std::int64_t begin, std::int64_t end, std::int64_t channel, std::int64_t local,
+                                 std::int64_t n, bool more_passes) {
+  Vec tap[kVectors][kWidth], bias[kVectors], window[kVectors][kWidth];
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t c = v * kLanes;
+    bias[v] = load(filter.bias + local + c);
+    for (int j = 0; j < kWidth; ++j) tap[v][j] = load(filter.tap[j] + local + c);
+    for (int j = 0; j < kWidth - 1; ++j) {
+      window[v][j] = history != nullptr ? load(history->input[j] + local + c)
+                                        : load_x(channels, begin - (kWidth - 1) + j, channel + c, n - c);
+    }
+  }
+  for (std::int64_t t = begin; t < end; ++t) {
+    Vec y[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      window[v][kWidth - 1] = load_x(channels, t, channel + v * kLanes, n - v * kLanes);
+      y[v] = bias[v];
+      for (int j = 0; j < kWidth; ++j) y[v] = fma(window[v][j], tap[v][j], y[v]);
+      for (int j = 0; j < kWidth - 1; ++j) window[v][j] = window[v][j + 1];
+    }
+    if (more_passes) prefetch_pass(channels, t + kTokensPerPass, channel);
+    store_out<kSilu>(channels, t, channel, y, n);
+  }
+}
+
+template <int kWidth, bool kSilu, class Channels>
+void convolve_channels(const Channels& channels, const Filter& filter, const History* history, std::int64_t begin,
+                       std::int64_t end, std::int64_t channel_begin, std::int64_t channel_end, bool more_passes) {
+  constexpr std::int64_t kStep = 2 * kLanes;
+  std::int64_t channel = channel_begin;
+  for (; channel + kStep <= channel_end; channel += kStep) {
+    convolve_vectors<kWidth, kSilu, 2>(channels, filter, history, begin, end, channel, channel - channel_begin, kStep,
+                                       more_passes);
+  }
+  for (; channel < channel_end; channel += kLanes) {
+    convolve_vectors<kWidth, kSilu, 1>(channels, filter, history, begin, end, channel, channel - channel_begin,
+                                       channel_end - channel, more_passes);
+  }
+}
+
+// A few tokens at a time: all channels of a row of x are read before the row is far behind. In place, the inputs before
+// a pass would be outputs by then, so that one pass has to do.
+template <int kWidth, bool kSilu, class Channels>
+__attribute__((noinline)) void convolve_passes(const Channels& channels, const Filter& filter, const History* history,
+                                               bool in_place, std::int64_t begin, std::int64_t end,
+                                               std::int64_t channel_begin, std::int64_t channel_end) {
+  const std::int64_t step = in_place ? end - begin : kTokensPerPass;
+  for (std::int64_t t = begin; t < end; t += step) {
+    convolve_channels<kWidth, kSilu>(channels, filter, t == begin ? history : nullptr, t, min_of(t + step, end),
+                                     channel_begin, channel_end, t + step < end);
+  }
+}
+
+// --- a lane is a token ---
+
+// All tokens of a piece of one channel, `num_tokens` from x on, tokens side by side. history: the inputs before them.
+template <int kWidth, bool kSilu, class T>
+void convolve_one_channel(const T* x, T* out, std::int64_t num_tokens, const float* history, const float* taps,
+                          float bias) {
+  float first[kMaxHistory + kLanes];  // the history and the inputs of the first vector
+  for (int j = 0; j < kWidth - 1; ++j) first[j] = history[j];
+  store(first + kWidth - 1, load_up_to(x, num_tokens));
+  Vec tap[kWidth];
+  for (int j = 0; j < kWidth; ++j) tap[j] = set1(taps[j]);
+  Vec y = set1(bias);
+  for (int j = 0; j < kWidth; ++j) y = fma(load(first + j), tap[j], y);
+  store_activated<kSilu>(out, y, num_tokens);
+  for (std::int64_t t = kLanes; t < num_tokens; t += kLanes) {
+    y = set1(bias);
+    for (int j = 0; j < kWidth; ++j) y = fma(load_up_to(x + t - (kWidth - 1) + j, num_tokens - t), tap[j], y);
+    store_activated<kSilu>(out + t, y, num_tokens - t);
+  }
+}
+
+template <int kWidth, bool kSilu, class T>
+__attribute__((noinline)) void convolve_tokens(const ConvolutionParams& p, const ConvolutionPiece& piece, const T* x,
+                                               T* out, const Filter& filter, const History* history,
+                                               std::int64_t channel_begin, std::int64_t channel_end) {
+  for (std::int64_t channel = channel_begin; channel < channel_end; ++channel) {
+    const std::int64_t local = channel - channel_begin;
+    const T* from = x + channel * p.x.head_stride + piece.begin;
+    float taps[kWidth], before[kWidth - 1];
+    for (int j = 0; j < kWidth; ++j) taps[j] = filter.tap[j][local];
+    for (int j = 0; j < kWidth - 1; ++j) {
+      before[j] = history != nullptr ? history->input[j][local] : to_float(from[j - (kWidth - 1)]);
+    }
+    convolve_one_channel<kWidth, kSilu>(from, out + channel * p.out.head_stride + piece.begin, piece.end - piece.begin,
+                                        before, taps, filter.bias[local]);
+  }
+}
+
+// --- one piece ---
+
+template <int kWidth, bool kSilu, class T>
+void convolve_typed(const ConvolutionParams& p, const ConvolutionPiece& piece, const T* x, T* out, const Filter& filter,
+                    const History* history, std::int64_t channel_begin, std::int64_t channel_end) {
+  if (p.x.head_stride == 1 && p.out.head_stride == 1) {
+    const PackedChannels<T> channels{x, out, p.x.token_stride, p.out.token_stride};
+    convolve_passes<kWidth, kSilu>(channels, filter, history, p.in_place, piece.begin, piece.end, channel_begin,
+                                   channel_end);
+  } else {
+    convolve_tokens<kWidth, kSilu>(p, piece, x, out, filter, history, channel_begin, channel_end);
+  }
+}
+
+template <int kWidth, bool kSilu>
+void convolve_piece(const ConvolutionParams& p, const ConvolutionPiece& piece, const Filter& filter,
+                    const History* history, std::int64_t channel_begin, std::int64_t channel_end) {
+  const std::int64_t x_offset = piece.row->batch * p.x.batch_stride;
+  const std::int64_t out_offset = piece.row->batch * p.out.batch_stride;
+  const bool packed_channels = p.x.head_stride == 1 && p.out.head_stride == 1;
+  const bool packed_tokens = p.x.token_stride == 1 && p.out.token_stride == 1 && !p.in_place;
+  if (p.x.dtype == p.out.dtype && (packed_channels || packed_tokens)) {
+    return with_dtype(p.out.dtype, p.out.data, [&]<class T>(T* out) {
+      convolve_typed<kWidth, kSilu>(p, piece, static_cast<const T*>(p.x.data) + x_offset, out + out_offset, filter,
+                                    history, channel_begin, channel_end);
+    });
+  }
+  const ScatteredChannels channels{{p.x.data, p.x.dtype, p.x.head_stride, x_offset},
+                                   {p.out.data, p.out.dtype, p.out.head_stride, out_offset},
+                                   p.x.token_stride,
+                                   p.out.token_stride};
+  convolve_passes<kWidth, kSilu>(channels, filter, history, p.in_place, piece.begin, piece.end, channel_begin,
+                                 channel_end);
+}
+
+void clear_piece(const ConvolutionParams& p, const ConvolutionPiece& piece, std::int64_t channel, std::int64_t n) {
+  const std::int64_t offset = piece.row->batch * p.out.batch_stride + channel * p.out.head_stride;
+  for (std::int64_t t = piece.begin; t < piece.end; ++t) {
+    clear_lanes({p.out.data, p.out.dtype, p.out.head_stride, offset + t * p.out.token_stride}, n);
+  }
+}
+
+void store_states(const ConvolutionParams& p, const ConvolutionRow& row, std::int64_t channel, std::int64_t n) {
+  const std::int64_t num_tokens = row.is_padding ? 0 : row.end - row.begin;
+  if (row.final_slot >= 0) store_final_state(p, row, num_tokens, channel, n);
+  if (row.destination >= 0) update_state(p, row, num_tokens, channel, n);
+}
+
+// --- one token, on a state whose channels lie side by side too ---
+
+template <class T>
+T* column_of(const ConvolutionStates& s, std::int64_t slot, std::int64_t column) {
+  return static_cast<T*>(s.data) + slot * s.slot_stride + column * s.column_stride;
+}
+
+// What decode is made of: without copies of the history, all operands read once. The state becomes the inputs that
+// follow the oldest one, whether shifted or rolled back.
+bool is_plain_step(const ConvolutionParams& p, const ConvolutionRow& row) {
+  const bool one_token = row.end - row.begin == 1 && !row.is_padding && row.final_slot < 0;
+  const bool in_place = row.source >= 0 && row.source == row.destination && p.source.data == p.destination.data;
+  const bool keeps_history = p.update == ConvolutionUpdate::kRollback ||
+                             (p.update == ConvolutionUpdate::kShift && p.num_columns == p.width - 1);
+  const bool packed = p.x.head_stride == 1 && p.out.head_stride == 1 && p.destination.channel_stride == 1;
+  return one_token && in_place && keeps_history && packed && p.x.dtype == p.out.dtype &&
+         p.x.dtype == p.destination.dtype;
+}
+
+template <int kWidth, bool kSilu, class T>
+struct Step {
+  const T* x;
+  T* out;
+  const T* history[kWidth - 1];
+  T* column[kWidth - 1];  // columns 0 .. W-2, which may be the history's own
+};
+
+template <int kWidth, bool kSilu, int kVectors, class T>
+GDN_INLINE void step_vectors(const Step<kWidth, kSilu, T>& step, const Filter& filter, std::int64_t channel,
+                             std::int64_t local, std::int64_t n) {
+  Vec y[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t c = v * kLanes;
+    y[v] = load(filter.bias + local + c);
+    for (int j = 0; j < kWidth; ++j) {
+      const T* input = j < kWidth - 1 ? step.history[j] : step.x;
+      y[v] = fma(load_up_to(input + channel + c, n - c), load(filter.tap[j] + local + c), y[v]);
+    }
+  }
+  const std::size_t bytes = static_cast<std::size_t>(min_of(n, kVectors * kLanes)) * sizeof(T);
+  for (int j = 0; j < kWidth - 1; ++j) {
+    const T* next = j < kWidth - 2 ? step.history[j + 1] : step.x;
+    T moved[kVectors * kLanes];
+    std::memcpy(moved, next + channel, bytes);
+    std::memcpy(step.column[j] + channel, moved, bytes);
+  }
+  if constexpr (kVectors == 2) {
+    store_activated_pair<kSilu>(step.out + channel, y);
+  } else {
+    store_activated<kSilu>(step.out + channel, y[0], n);
+  }
+}
+
+template <int kWidth, bool kSilu, class T>
+__attribute__((noinline)) void step_row(const ConvolutionParams& p, const ConvolutionRow& row, const Filter& filter,
+                                        const T* x, T* out, std::int64_t channel_begin, std::int64_t channel_end) {
+  Step<kWidth, kSilu, T> step;
+  step.x = x + row.batch * p.x.batch_stride + row.begin * p.x.token_stride;
+  step.out = out + row.batch * p.out.batch_stride + row.begin * p.out.token_stride;
+  for (int j = 0; j < kWidth - 1; ++j) {
+    step.history[j] = column_of<T>(p.source, row.source, row.first_column + j);
+    step.column[j] = column_of<T>(p.destination, row.destination, j);
+  }
+  constexpr std::int64_t kStep = 2 * kLanes;
+  std::int64_t channel = channel_begin;
+  for (; channel + kStep <= channel_end; channel += kStep) {
+    step_vectors<kWidth, kSilu, 2>(step, filter, channel, channel - channel_begin, kStep);
+  }
+  for (; channel < channel_end; channel += kLanes) {
+    step_vectors<kWidth, kSilu, 1>(step, filter, channel, channel - channel_begin, channel_end - channel);
+  }
+}
+
+template <int kWidth, bool kSilu>
+void convolve_pieces(const ConvolutionParams& p, const ConvolutionPiece* pieces, std::int64_t num_pieces,
+                     const Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
+  const std::int64_t n = channel_end - channel_begin;
+  History history;
+  for (std::int64_t i = 0; i < num_pieces; ++i) {
+    const ConvolutionPiece& piece = pieces[i];
+    const ConvolutionRow& row = *piece.row;
+    const bool is_first = piece.begin == row.begin;
+    if (is_plain_step(p, row)) {
+      with_dtype(p.out.dtype, p.out.data, [&]<class T>(T* out) {
+        step_row<kWidth, kSilu>(p, row, filter, static_cast<const T*>(p.x.data), out, channel_begin, channel_end);
+      });
+      continue;
+    }
+    if (is_first) {
+      if (!row.is_padding) load_history(p, row, channel_begin, n, history.input[0], kConvolutionChannels);
+      store_states(p, row, channel_begin, n);
+    }
+    if (row.is_padding) {
+      clear_piece(p, piece, channel_begin, n);
+    } else if (piece.begin < piece.end) {
+      convolve_piece<kWidth, kSilu>(p, piece, filter, is_first ? &history : nullptr, channel_begin, channel_end);
+    }
+  }
+}
+
+template <int kWidth>
+GDN_INLINE void scale_filter(std::int64_t n, Filter& filter) {
+  const Vec scale = set1(kCoarseSiluScale);
+  for (std::int64_t c = 0; c < n; c += kLanes) {
+    for (int j = 0; j < kWidth; ++j) store(filter.tap[j] + c, mul(load(filter.tap[j] + c), scale));
+    store(filter.bias + c, mul(load(filter.bias + c), scale));
+  }
+}
+
+// [C, kWidth] as a module holds it: the taps of a channel side by side.
+template <int kWidth, class T>
+GDN_INLINE std::int64_t load_interleaved_taps(const T* weight, std::int64_t n, Filter& filter) {
+  std::int64_t c = 0;
+  for (; c + kLanes <= n; c += kLanes) {
+    Vec tap[kWidth];
+    load_interleaved<kWidth>(weight + c * kWidth, tap);
+    for (int j = 0; j < kWidth; ++j) store(filter.tap[j] + c, canonical_nan(tap[j]));
+  }
+  return c;
+}
+
+template <int kWidth>
+void load_filter(const ConvolutionParams& p, std::int64_t channel, std::int64_t n, Filter& filter) {
+  std::int64_t done = 0;
+  if (p.weight_tap_stride == 1 && p.weight_channel_stride == kWidth) {
+    with_dtype(p.weight_dtype, p.weight,
+               [&](auto* weight) { done = load_interleaved_taps<kWidth>(weight + channel * kWidth, n, filter); });
+  }
+  for (int j = 0; j < kWidth && done < n; ++j) {
+    const std::int64_t offset = (channel + done) * p.weight_channel_stride + j * p.weight_tap_stride;
+    widen_lanes(filter.tap[j] + done, {p.weight, p.weight_dtype, p.weight_channel_stride, offset}, n - done);
+  }
+  if (p.bias.data != nullptr) {
+    widen_lanes(filter.bias, {p.bias.data, p.bias.dtype, p.bias.stride, channel * p.bias.stride}, n);
+  } else {
+    for (std::int64_t i = 0; i < n; i += kLanes) store(filter.bias + i, zero());
+  }
+  if (p.silu && p.out.dtype == DType::kBFloat16) scale_filter<kWidth>(n, filter);
+}
+
+template <int kWidth>
+void convolve_width(const ConvolutionParams& p, const ConvolutionPiece* pieces, std::int64_t num_pieces,
+                    std::int64_t channel_begin, std::int64_t channel_end) {
+  Filter filter;
+  load_filter<kWidth>(p, channel_begin, channel_end - channel_begin, filter);
+  if (p.silu) {
+    convolve_pieces<kWidth, true>(p, pieces, num_pieces, filter, channel_begin, channel_end);
+  } else {
+    convolve_pieces<kWidth, false>(p, pieces, num_pieces, filter, channel_begin, channel_end);
+  }
+}
+
+}  // namespace
+
+void causal_conv1d(const ConvolutionParams& params, const ConvolutionPiece* pieces, std::int64_t num_pieces,
+                   std::int64_t channel_begin, std::int64_t channel_end) {
+  switch (params.width) {
+    case 2:
+      return convolve_width<2>(params, pieces, num_pieces, channel_begin, channel_end);
+    case 3:
+      return convolve_width<3>(params, pieces, num_pieces, channel_begin, channel_end);
+    case 4:
+      return convolve_width<4>(params, pieces, num_pieces, channel_begin, channel_end);
+    default:
+      return convolve_width<5>(params, pieces, num_pieces, channel_begin, channel_end);
+  }
+}
+
+}  // namespace gdn::cpu::GDN_ISA
