@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+import gdn_core
 from contract_calls import DECODE, FLOATS, THREADS, call, same_bits, untouched
 from gdn_core import ReplayRecords
 from gdn_core.testing import clone, inputs, oracle, packed_relative_error, relative_error, to_float64, tolerance
@@ -312,6 +313,23 @@ def check_fused(arguments, guarded):
     check_outputs(arguments, o[None], expected[None], "fused_decode", half)
     assert relative_error(guarded.pool, wide["state"], (2, 3)) <= max(tolerance("decode_state", dtype), half)
     guarded.check()
+
+
+# Every dimension that models have, as K and as V, with every ratio of value heads to key heads.
+DIMS, RATIOS = (32, 48, 64, 80, 96, 128, 256), (1, 2, 3, 4, 5, 8)
+CLASSES = [(1 + i % 2, (1 + i % 2) * RATIOS[i % 6], K, DIMS[(i + 3 * (i // 7)) % 7]) for i, K in enumerate(DIMS * 2)]
+
+
+@pytest.mark.parametrize("shape", CLASSES, ids=str)
+@LAYOUTS
+def test_every_class_of_shapes(impl, shape, state_v_first):
+    dtype = FLOATS[shape[3] // 16 % 3]
+    lengths, S = (4, 3, 5), 5
+    rows = {"accepted": (3, 0, 5), "dtype": dtype, "state_v_first": state_v_first}
+    check_spec(*inputs.spec_arguments(lengths, S, *shape, **rows))
+    check_replay(REPLAY, *replay_call(REPLAY, lengths, S, shape, live=(3, 1, 5), **rows))
+    check_fused(*inputs.fused_decode_arguments(lengths, S, *shape, **rows))
+    check_replay(FUSED_REPLAY, *replay_call(FUSED_REPLAY, lengths, S, shape, live=(3, 1, 5), **rows))
 
 
 def split_channels(arguments, H, K):
@@ -659,6 +677,46 @@ def test_every_number_of_accepted_tokens(native_impl):
             expected, after = decode_one_by_one(common, tokens, source, S)
             assert same_bits(call(SPEC, arguments), expected)
             assert same_bits(guarded.pool[arguments["spec_state_indices"][0].long()], torch.stack(after))
+
+
+@pytest.mark.parametrize("state_dtype", FLOATS, ids=str)
+@LAYOUTS
+def test_flushed_states_are_those_of_several_slots(native_impl, state_dtype, state_v_first):
+    shape, S, lengths, accepted = (2, 4, 32, 48), 4, (3, 1, 4, 2), (3, 1, 0, 2)
+    arguments, _ = inputs.spec_arguments(
+        lengths, S, *shape, accepted=(0,) * 4, state_dtype=state_dtype, state_v_first=state_v_first
+    )
+    pool, table = arguments["initial_state_source"], arguments["spec_state_indices"]
+    slots = table[:, 0].clone()
+    records = gdn_core.ReplayRecords(len(pool), S, *shape, arguments["q"].dtype)
+    one_slot = {k: x for k, x in arguments.items() if k not in ("initial_state_source", "spec_state_indices")}
+    states = pool.clone()
+    replay = {**one_slot, "state": states, "slot_indices": slots, "records": records}
+    assert same_bits(call(REPLAY, replay), call(SPEC, arguments))
+    unused = min(set(range(len(pool))) - set(table.flatten().tolist()))
+    padded = torch.cat([slots, ints(-1), ints(unused)])
+    kept = {"use_qk_l2norm_in_kernel": arguments["use_qk_l2norm_in_kernel"], "state_v_first": state_v_first}
+    records.flush(states, padded, ints(*accepted, 0, 4), null_slot=unused, **kept)
+    for n, count in enumerate(accepted):
+        assert same_bits(states[slots[n]], pool[table[n, max(count, 1) - 1]]), n
+    assert not records.live.any()
+    # Nothing is left to replay.
+    again = states.clone()
+    records.flush(again, slots, ints(*accepted), **kept)
+    assert same_bits(again, states)
+
+
+def test_errors_of_flush_before_anything_is_written(impl):
+    records = gdn_core.ReplayRecords(3, 2, 1, 1, 16, 16, torch.float32)
+    records.u.fill_(1)
+    records.k.fill_(1)
+    records.live.fill_(1)
+    pool = torch.ones(3, 1, 16, 16)
+    with pytest.raises(ValueError, match="num_accepted_tokens"):
+        records.flush(pool, ints(0, 1), ints(1, 2))
+    with pytest.raises(IndexError, match="slot_indices"):
+        records.flush(pool, ints(0, 3))
+    assert (pool == 1).all() and (records.live == 1).all()
 
 
 # --- bit for bit: alone, in a batch, at any number of threads ---------------------------------------------------------

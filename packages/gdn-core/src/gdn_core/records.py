@@ -89,6 +89,52 @@ class ReplayRecords:
         is_reset.index_fill_(0, torch.where((slots >= 0) & (slots < num_slots), slots, num_slots), True)
         self.live.masked_fill_(is_reset[:num_slots], 0)
 
+    def flush(
+        self,
+        state: Tensor,
+        slots: Tensor,
+        num_accepted_tokens: Tensor | None = None,
+        *,
+        use_qk_l2norm_in_kernel: bool = False,
+        state_v_first: bool = False,
+        null_slot: int | None = None,
+    ) -> None:
+        """Bring the states of `slots` up to their accepted tokens, and forget the records.
+
+        Afterwards a slot holds what plain decode would have left there, bit for bit with an fp32 pool: for a prefix
+        cache, or to hand the slot over. A slot without live records stays as it is.
+
+        Args:
+            state: pool `[P, HV, K, V]` (`[P, HV, V, K]` with `state_v_first`), updated in place.
+            slots: `[N]`, int32 or int64, no slot twice; negative ones, and `null_slot`, are padding.
+            num_accepted_tokens: `[N]`, as the next step would be told; 0 acts as 1, None means 1.
+            use_qk_l2norm_in_kernel: as in the step that left the records.
+
+        Raises:
+            IndexError: a slot is `P` or more.
+            ValueError: more tokens are accepted than a slot has live records; nothing is changed.
+
+        Example:
+            >>> records = ReplayRecords(num_slots=4, S=3, H=2, HV=4, K=16, V=8, dtype=torch.float32)
+            >>> pool = torch.zeros(4, 4, 16, 8)
+            >>> records.flush(pool, torch.tensor([1, 2]), torch.tensor([2, 3]))
+            >>> records.live.tolist()
+            [0, 0, 0, 0]
+        """
+        from . import ops  # which imports this module
+
+        num_rows = len(slots)
+        HV, V = self.u.shape[-2:]
+        # A step stores the state after the replay, before its own tokens: those of this one never count.
+        q = self.k.new_zeros(1, num_rows, *self.k.shape[-2:])
+        gates = q.new_zeros(num_rows, HV)
+        ops.fused_sigmoid_gating_delta_rule_update_replay(
+            gates.new_zeros(HV), gates.new_zeros(HV), q, q, q.new_zeros(1, num_rows, HV, V), gates, gates, state, slots,
+            self, num_accepted_tokens, torch.arange(num_rows + 1, device=slots.device), use_qk_l2norm_in_kernel,
+            state_v_first=state_v_first, null_slot=null_slot,
+        )  # fmt: skip
+        self.reset(slots if null_slot is None else slots.masked_fill(slots == null_slot, -1))
+
     @property
     def nbytes(self) -> int:
         """Return the bytes of all tensors together."""

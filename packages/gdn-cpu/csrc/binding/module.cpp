@@ -11,6 +11,7 @@
 #include "dispatch/levels.h"
 #include "ops.h"
 #include "runtime/openmp.h"
+#include "runtime/recurrence_plan.h"
 
 namespace nb = nanobind;
 
@@ -30,6 +31,15 @@ void set_level(const std::string& name) {
   if (!gdn::cpu::set_level(name)) gdn::raise_value("level: no level of this architecture is called '" + name + "'");
 }
 
+std::tuple<std::int64_t, std::int64_t, bool> recurrence_plan(const std::vector<std::int64_t>& lengths,
+                                                             std::int64_t num_heads, std::int64_t value_dim,
+                                                             int num_threads) {
+  gdn::cpu::Indices rows;
+  for (const std::int64_t length : lengths) rows.push_back(length);
+  const gdn::cpu::RecurrencePlan plan = gdn::cpu::plan_recurrence(rows, num_heads, value_dim, num_threads);
+  return {plan.tile, plan.num_threads, plan.is_ragged};
+}
+
 }  // namespace
 
 NB_MODULE(_C, m) {
@@ -41,6 +51,10 @@ NB_MODULE(_C, m) {
   m.def("set_level", &set_level, "name"_a, "Cap the level; an empty name restores the cap of GDN_CPU_ISA.");
   m.def("environment_error", &gdn::cpu::environment_error, "What is wrong with GDN_CPU_ISA, or ''.");
   m.def("openmp", [] { return gdn::cpu::openmp().library; }, "Path of the OpenMP runtime in use, or ''.");
+  m.def(
+      "recurrence_plan", &recurrence_plan, "lengths"_a, "num_heads"_a, "value_dim"_a, "num_threads"_a,
+      "How the recurrence over rows of these lengths is shared out: columns of an item, threads, and whether the items "
+      "go longest first to whoever is free (else in equal contiguous shares).");
   m.def(
       "use_exchange_api", [](bool enabled) { gdn::TorchTypes::get().use_exchange_api(enabled); }, "enabled"_a,
       "Take tensors through the DLPack exchange table (the default, where torch has one) or through __dlpack__.");

@@ -7,8 +7,9 @@
 
 namespace gdn::cpu::GDN_ISA {
 
-void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
-                std::int64_t v_end, RecurrenceScratch& scratch);
+void recurrence(const RecurrenceParams& params, const RecurrenceItem& item, const RecurrenceItem* next,
+                RecurrenceScratch& scratch);
+void recurrence_norm(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head);
 void gating(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
 void rms_norm_gated(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
 void causal_conv1d(const ConvolutionParams& params, const ConvolutionPiece* pieces, std::int64_t num_pieces,

@@ -7,6 +7,7 @@ namespace gdn::cpu::GDN_ISA {
 
 const KernelTable kTable = {
     .recurrence = recurrence,
+    .recurrence_norm = recurrence_norm,
     .gating = gating,
     .rms_norm_gated = rms_norm_gated,
     .causal_conv1d = causal_conv1d,

@@ -102,7 +102,10 @@ struct RecurrenceParams {
   bool normalize_qk = false;  // x * rsqrt(sum(x * x) + 1e-6) in fp32
 
   MutableOperand out;
-  const GatedNorm* norm = nullptr;  // optional; the norm needs all columns: v_begin is then 0, v_end is V
+  const GatedNorm* norm = nullptr;  // optional
+  // [tokens, num_value_heads, value_dim] of a call with a norm whose items do not have all columns: they leave o here,
+  // and recurrence_norm does the rest.
+  float* unnormed_outputs = nullptr;
 
   // State of (sequence n, head h): data + index * slot_stride + h * K * V, packed inside,
   // [K, V] or (state_v_first) [V, K]. Source and destination may be the same memory.
@@ -119,6 +122,8 @@ struct RecurrenceParams {
   const std::int64_t* destination_slots = nullptr;
   std::int64_t destination_columns = 0;
   const Replay* replay = nullptr;  // optional
+  // Slots other than the source are written past the caches: for more states than these hold.
+  bool streams_states = false;
 
   // Optional fp32 states after 0, 64, 128, ... tokens of each sequence (ceil(len / 64) of them), packed, in the
   // layout of the state: chunk_states + (chunk_offsets[n] + i) * HV * K * V + h * K * V.
@@ -231,12 +236,21 @@ struct alignas(kScratchAlignment) RecurrenceScratch {
   float record_u[kMaxRecords * kMaxHeadDim];
 };
 
+// A share of a recurrence: value columns [v_begin, v_end) of one head of a sequence, multiples of 16 or V itself.
+struct RecurrenceItem {
+  std::int64_t sequence, head;
+  std::int64_t v_begin, v_end;
+  bool is_awaited;  // the item before, of the same thread, has asked for this one's state
+};
+
 // The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.
 // Values never depend on how: not on v_begin and v_end, not on the rows of a call.
 struct KernelTable {
-  // Sequence n, value head h, value columns [v_begin, v_end); v_begin and v_end are multiples of 16 or V itself.
-  void (*recurrence)(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
-                     std::int64_t v_end, RecurrenceScratch& scratch);
+  // next: what the thread will be given next, null if unknown; its state is asked for meanwhile.
+  void (*recurrence)(const RecurrenceParams& params, const RecurrenceItem& item, const RecurrenceItem* next,
+                     RecurrenceScratch& scratch);
+  // The norm of a head's outputs in unnormed_outputs.
+  void (*recurrence_norm)(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head);
   void (*gating)(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
   void (*rms_norm_gated)(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
   // Channels [channel_begin, channel_end) of some pieces, at most kConvolutionChannels.

@@ -16,7 +16,8 @@ constexpr std::int64_t kBandRows = 16;
 
 template <int kVectors, class Source, class Destination>
 GDN_INLINE void update_strip(Source source, Destination destination, const float* row_factors, Vec decay,
-                             std::int64_t row, std::int64_t row_end, std::int64_t column, const float* column_factors) {
+                             std::int64_t row, std::int64_t row_end, std::int64_t column, const float* column_factors,
+                             NextState& next) {
   Vec factors[kVectors];
 #pragma GCC unroll 8
   for (int j = 0; j < kVectors; ++j) factors[j] = load(column_factors + column + j * kLanes);
@@ -25,15 +26,16 @@ GDN_INLINE void update_strip(Source source, Destination destination, const float
     // Narrow ones go upwards: downwards, their loads would wait for stores 4 KiB above.
     const std::int64_t r = kVectors == kStripVectors ? row + row_end - 1 - i : i;
     const auto from = row_of(source, r);
-    const auto to = row_of(destination, r);
+    auto to = row_of(destination, r);
     const Vec row_factor = set1(row_factors[r]);
+    ask_for(next, bytes_ahead<Source>(kVectors * kLanes));
     if constexpr (kVectors % 2 == 0 && kStoresPairs<decltype(to)>) {
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; j += 2) {
         const std::int64_t c = column + j * kLanes;
         const Vec first = fma(row_factor, factors[j], mul(decay, load_columns(from, c)));
         const Vec second = fma(row_factor, factors[j + 1], mul(decay, load_columns(from, c + kLanes)));
-        store_pair(to + c, first, second);
+        store_column_pair(to, c, first, second);
       }
     } else {
 #pragma GCC unroll 8
@@ -58,23 +60,24 @@ GDN_INLINE void update_tail(Source source, Destination destination, const float*
 
 template <class Source, class Destination>
 GDN_INLINE void update_band(Source source, Destination destination, const float* row_factors, Vec decay,
-                            std::int64_t row, std::int64_t row_end, std::int64_t width, const float* column_factors) {
+                            std::int64_t row, std::int64_t row_end, std::int64_t width, const float* column_factors,
+                            NextState& next) {
   std::int64_t c = 0;
   for (; c + kStripVectors * kLanes <= width; c += kStripVectors * kLanes) {
-    update_strip<kStripVectors>(source, destination, row_factors, decay, row, row_end, c, column_factors);
+    update_strip<kStripVectors>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
   }
   if constexpr (kStripVectors > 4) {
     if (c + 4 * kLanes <= width) {
-      update_strip<4>(source, destination, row_factors, decay, row, row_end, c, column_factors);
+      update_strip<4>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
       c += 4 * kLanes;
     }
   }
   if (c + 2 * kLanes <= width) {
-    update_strip<2>(source, destination, row_factors, decay, row, row_end, c, column_factors);
+    update_strip<2>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
     c += 2 * kLanes;
   }
   if (c + kLanes <= width) {
-    update_strip<1>(source, destination, row_factors, decay, row, row_end, c, column_factors);
+    update_strip<1>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
     c += kLanes;
   }
   if (c < width) update_tail(source, destination, row_factors, decay, row, row_end, c, width - c, column_factors);
@@ -83,10 +86,11 @@ GDN_INLINE void update_band(Source source, Destination destination, const float*
 // M = decay M + row_factors column_factors^T over a tile of rows x width, the last band first.
 template <class Source, class Destination>
 void update(Source source, Destination destination, const float* row_factors, float decay, std::int64_t rows,
-            std::int64_t width, const float* column_factors) {
+            std::int64_t width, const float* column_factors, NextState& next) {
   const std::int64_t band = width <= kStripVectors * kLanes ? rows : kBandRows;
   for (std::int64_t row = (rows - 1) / band * band; row >= 0; row -= band) {
-    update_band(source, destination, row_factors, set1(decay), row, min_of(row + band, rows), width, column_factors);
+    update_band(source, destination, row_factors, set1(decay), row, min_of(row + band, rows), width, column_factors,
+                next);
   }
 }
 

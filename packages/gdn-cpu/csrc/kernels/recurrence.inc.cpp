@@ -45,6 +45,8 @@ struct HeadTask {
   TokenRow row;
   const void* source;  // state of the head, null: zero
   void* replayed;      // where it is stored after a replay
+  bool is_awaited;     // the source was asked for
+  NextState* next;
   RecurrenceScratch& scratch;
 };
 
@@ -59,6 +61,13 @@ const void* source_state(const RecurrenceParams& p, std::int64_t sequence, std::
   if (p.source == nullptr || p.source_slots[sequence] < 0) return nullptr;
   const std::int64_t index = p.source_slots[sequence] * p.source_slot_stride + head * head_elements(p);
   return static_cast<const char*>(p.source) + index * element_size(p.state_dtype);
+}
+
+// Of an item that has all columns: its state lies in one piece.
+NextState state_of(const RecurrenceParams& p, const RecurrenceItem& item) {
+  const auto* state = static_cast<const char*>(source_state(p, item.sequence, item.head));
+  if (state == nullptr || item.v_end - item.v_begin != p.value_dim) return {};
+  return {state, state + head_elements(p) * element_size(p.state_dtype)};
 }
 
 void* slot_state(const RecurrenceParams& p, std::int64_t slot, std::int64_t head) {
@@ -106,6 +115,27 @@ GDN_INLINE void copy_state(VFirst, const HeadTask& task, Source source, Tile<T> 
   copy_tile(source, destination, width, task.params.key_dim);
 }
 
+// Where o waits for the norm, fp32: token `position` of a row at row position - first.
+struct Unnormed {
+  float* data;
+  std::int64_t first;
+  std::int64_t token_stride;
+
+  std::int64_t index(std::int64_t position) const { return (position - first) * token_stride; }
+};
+
+// Of one head, in the tensor of all tokens.
+Unnormed all_unnormed(const RecurrenceParams& p, const TokenRow& row, std::int64_t head) {
+  const std::int64_t stride = p.num_value_heads * p.value_dim;
+  return {p.unnormed_outputs + row.batch * p.tokens_per_sequence * stride + head * p.value_dim, 0, stride};
+}
+
+// Of a block of tokens from number t of the row on: in the scratch, unless other items have other columns.
+Unnormed unnormed(const HeadTask& task, std::int64_t t) {
+  if (task.params.unnormed_outputs != nullptr) return all_unnormed(task.params, task.row, task.head);
+  return {task.scratch.outputs, task.row.first + t, kMaxHeadDim};
+}
+
 template <class Layout, class State>
 struct TilePass {
   const HeadTask& task;
@@ -122,32 +152,43 @@ struct TilePass {
     return state_tile(Layout{}, state, task.params, v_begin);
   }
 
-  // Calls body with what the state is read from before token t: nothing, the source, the slot that the token before
-  // left it in, or the scratch.
+  // Calls body with what the state is read from before token t: nothing, the source or the scratch.
   template <class Body>
   void with_source(std::int64_t t, bool is_reset, Body body) const {
     if (is_reset || (t == 0 && task.source == nullptr)) return body(Absent{});
     if (t == 0) return body(tile_of(static_cast<const State*>(task.source)));
-    if constexpr (kIsFloat<State>) {
-      if (const State* slot = slot_after(t - 1)) return body(tile_of(slot));
-    }
     body(Tile<const float>{scratch().data, scratch().stride});
   }
 
-  // Calls body with what token t writes the state to, so that the next token finds it unrounded.
+  // Calls body with what token t writes the state to: the scratch, unless it is the last, and a slot.
   template <class Body>
   void with_destination(std::int64_t t, Body body) const {
     const bool is_last = t + 1 == task.row.count;
-    State* slot = is_last || kIsFloat<State> ? slot_after(t) : nullptr;
-    if (slot != nullptr) return body(tile_of(slot));
-    if (is_last) return body(Absent{});
-    body(scratch());
+    State* slot = slot_after(t);
+    if (slot == nullptr) return is_last ? body(Absent{}) : body(scratch());
+    with_slot(slot, [&](auto tile) {
+      if (is_last) return body(tile);
+      body(KeptTile<decltype(tile)>{scratch(), tile});
+    });
+  }
+
+  // Calls body with the tile of a slot, streamed where that is wanted and the rows lie at multiples of a vector.
+  template <class Body>
+  void with_slot(State* slot, Body body) const {
+    const Tile<State> tile = tile_of(slot);
+    const std::int64_t row_bytes = tile.stride * static_cast<std::int64_t>(sizeof(State));
+    const auto address = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(tile.data));
+    if (task.params.streams_states && slot != task.source && (row_bytes | address) % kCacheLine == 0) {
+      return body(StreamedTile<State>{tile.data, tile.stride});
+    }
+    body(tile);
   }
 
   void replay(const RecordBlock& records) const {
     const Tile<State> to = tile_of(static_cast<State*>(task.replayed));
     with_source(0, records.is_reset, [&](auto from) {
-      replay_records(Layout{}, records, from, to, v_begin - task.v_begin, v_end - v_begin, task.params.key_dim);
+      replay_records(Layout{}, records, from, to, v_begin - task.v_begin, v_end - v_begin, task.params.key_dim,
+                     *task.next);
     });
   }
 
@@ -157,12 +198,6 @@ struct TilePass {
     if (p.replay == nullptr) return nullptr;
     const MutableOperand& u = p.replay->u;
     return static_cast<float*>(u.data) + element_index(u, p.source_slots[task.sequence], t, task.head) + v_begin;
-  }
-
-  // A half-precision slot that a token before the last one leaves the state in.
-  void round_to_slot(std::int64_t t) const {
-    if (kIsFloat<State> || t + 1 == task.row.count) return;
-    if (State* slot = slot_after(t)) copy_state(Layout{}, task, scratch(), tile_of(slot), v_end - v_begin);
   }
 
   void save_chunk_state(std::int64_t t) const {
@@ -177,7 +212,7 @@ struct TilePass {
   Token token(const TokenBlock& block, std::int64_t i, std::int64_t t) const {
     const RecurrenceParams& p = task.params;
     const std::int64_t position = task.row.first + t;
-    const bool is_normed = p.norm != nullptr;
+    const Unnormed o = p.norm != nullptr ? unnormed(task, t - i) : Unnormed{};
     return {.q = block.q + i * block.row_stride,
             .k = block.k + i * block.row_stride,
             .q_factor = block.q_factor[i],
@@ -186,17 +221,19 @@ struct TilePass {
             .decay = block.decay[i],
             .beta = block.beta[i],
             .scale = p.scale,
-            .is_resident = t > 0,
+            .is_resident = t > 0 || task.is_awaited,
+            .next = task.next,
             .key_dim = p.key_dim,
             .v_begin = v_begin,
             .v_end = v_end,
             .v_dtype = p.v.dtype,
-            .out_dtype = is_normed ? DType::kFloat32 : p.out.dtype,
+            .out_dtype = p.norm != nullptr ? DType::kFloat32 : p.out.dtype,
             .v = p.v.data,
             .v_index = element_index(p.v, task.row.batch, position, task.head) + v_begin,
-            .out = is_normed ? task.scratch.outputs : p.out.data,
+            .out = p.norm != nullptr ? o.data : p.out.data,
             .out_index =
-                (is_normed ? i * kMaxHeadDim : element_index(p.out, task.row.batch, position, task.head)) + v_begin,
+                (p.norm != nullptr ? o.index(position) : element_index(p.out, task.row.batch, position, task.head)) +
+                v_begin,
             .record = record_of(t)};
   }
 
@@ -209,7 +246,6 @@ struct TilePass {
       with_source(t, is_reset(current.decay), [&](auto source) {
         with_destination(t, [&](auto destination) { step(Layout{}, current, source, destination); });
       });
-      round_to_slot(t);
     }
   }
 };
@@ -228,26 +264,24 @@ void copy_head(const HeadTask& task) {
   pass.with_source(0, false, [&](auto from) { copy_state(Layout{}, task, from, to, task.v_end - task.v_begin); });
 }
 
-// From the outputs of a block's tokens in the scratch to those of the call.
-void norm_outputs(const HeadTask& task, std::int64_t first, std::int64_t count) {
-  const RecurrenceParams& p = task.params;
+// From o of tokens [first, first + count) of a row to the outputs of the call.
+void norm_outputs(const RecurrenceParams& p, const TokenRow& row, std::int64_t head, const Unnormed& o,
+                  std::int64_t first, std::int64_t count) {
   const GatedNorm& norm = *p.norm;
   with_activation(norm.activation, [&](auto activation) {
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t position = task.row.first + first + i;
-      normalize_row<decltype(activation)::kValue>(
-          {.dim = p.value_dim,
-           .x = task.scratch.outputs,
-           .x_dtype = DType::kFloat32,
-           .x_index = i * kMaxHeadDim,
-           .gate = norm.gate.data,
-           .gate_dtype = norm.gate.dtype,
-           .gate_index = element_index(norm.gate, task.row.batch, position, task.head),
-           .out = p.out.data,
-           .out_dtype = p.out.dtype,
-           .out_index = element_index(p.out, task.row.batch, position, task.head),
-           .weight = norm.weight,
-           .eps = norm.eps});
+    for (std::int64_t position = row.first + first; position < row.first + first + count; ++position) {
+      normalize_row<decltype(activation)::kValue>({.dim = p.value_dim,
+                                                   .x = o.data,
+                                                   .x_dtype = DType::kFloat32,
+                                                   .x_index = o.index(position),
+                                                   .gate = norm.gate.data,
+                                                   .gate_dtype = norm.gate.dtype,
+                                                   .gate_index = element_index(norm.gate, row.batch, position, head),
+                                                   .out = p.out.data,
+                                                   .out_dtype = p.out.dtype,
+                                                   .out_index = element_index(p.out, row.batch, position, head),
+                                                   .weight = norm.weight,
+                                                   .eps = norm.eps});
     }
   });
 }
@@ -282,7 +316,9 @@ void run_head(const HeadTask& task) {
       if (t == 0 && records.count > 0) pass.replay(records);
       pass.run(block, t);
     }
-    if (task.params.norm != nullptr) norm_outputs(task, t, block.count);
+    if (task.params.norm != nullptr && task.params.unnormed_outputs == nullptr) {
+      norm_outputs(task.params, task.row, task.head, unnormed(task, t), t, block.count);
+    }
   }
 }
 
@@ -298,24 +334,44 @@ void run_dtype(const HeadTask& task) {
   }
 }
 
+// What an item reads besides its state.
+void prefetch_operands(const RecurrenceParams& p, const RecurrenceItem& item) {
+  const TokenRow row = tokens_of(p, item.sequence);
+  prefetch_tokens(p, row, item.head, 0, min_of(row.count, block_tokens(p.key_dim)));
+  if (p.replay != nullptr) prefetch_records(p, item.sequence, item.head);
+}
+
 }  // namespace
 
-void recurrence(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
-                std::int64_t v_end, RecurrenceScratch& scratch) {
+void recurrence(const RecurrenceParams& params, const RecurrenceItem& item, const RecurrenceItem* next,
+                RecurrenceScratch& scratch) {
+  NextState next_state;
+  if (next != nullptr) {
+    next_state = state_of(params, *next);
+    prefetch_operands(params, *next);
+  }
   const HeadTask task{.params = params,
-                      .sequence = sequence,
-                      .head = head,
-                      .v_begin = v_begin,
-                      .v_end = v_end,
-                      .row = tokens_of(params, sequence),
-                      .source = source_state(params, sequence, head),
-                      .replayed = replayed_state(params, sequence, head),
+                      .sequence = item.sequence,
+                      .head = item.head,
+                      .v_begin = item.v_begin,
+                      .v_end = item.v_end,
+                      .row = tokens_of(params, item.sequence),
+                      .source = source_state(params, item.sequence, item.head),
+                      .replayed = replayed_state(params, item.sequence, item.head),
+                      .is_awaited = item.is_awaited,
+                      .next = &next_state,
                       .scratch = scratch};
   if (params.state_v_first) {
     run_dtype<VFirst>(task);
   } else {
     run_dtype<KFirst>(task);
   }
+  if (params.streams_states) stream_fence();
+}
+
+void recurrence_norm(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head) {
+  const TokenRow row = tokens_of(params, sequence);
+  norm_outputs(params, row, head, all_unnormed(params, row, head), 0, row.count);
 }
 
 }  // namespace gdn::cpu::GDN_ISA

@@ -14,7 +14,7 @@ namespace {
 // kPrefetch: in bands, rows are read in an order that the processor's own prefetcher does not see through.
 template <int kVectors, bool kPrefetch, class Source>
 GDN_INLINE void accumulate_strip(Source tile, const float* k, const float* q, std::int64_t row, std::int64_t row_end,
-                                 std::int64_t column, float* km, float* qm) {
+                                 std::int64_t column, float* km, float* qm, NextState& next) {
   Vec k_sum[kVectors], q_sum[kVectors];
 #pragma GCC unroll 8
   for (int j = 0; j < kVectors; ++j) {
@@ -25,6 +25,7 @@ GDN_INLINE void accumulate_strip(Source tile, const float* k, const float* q, st
     const auto m = row_of(tile, row);
     if constexpr (kPrefetch) prefetch_columns(m, column, kVectors * kLanes);
     const Vec k_row = set1(k[row]), q_row = set1(q[row]);
+    ask_for(next, bytes_ahead<Source>(kVectors * kLanes));
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
       const Vec x = in_register(load_columns(m, column + j * kLanes));
@@ -56,23 +57,23 @@ GDN_INLINE void accumulate_tail(Source tile, const float* k, const float* q, std
 // km and qm over rows [row, row_end), on top of what the rows before gave.
 template <bool kPrefetch, class Source>
 GDN_INLINE void accumulate_band(Source tile, const float* k, const float* q, std::int64_t row, std::int64_t row_end,
-                                std::int64_t width, float* km, float* qm) {
+                                std::int64_t width, float* km, float* qm, NextState& next) {
   std::int64_t c = 0;
   for (; c + kStripVectors * kLanes <= width; c += kStripVectors * kLanes) {
-    accumulate_strip<kStripVectors, kPrefetch>(tile, k, q, row, row_end, c, km, qm);
+    accumulate_strip<kStripVectors, kPrefetch>(tile, k, q, row, row_end, c, km, qm, next);
   }
   if constexpr (kStripVectors > 4) {
     if (c + 4 * kLanes <= width) {
-      accumulate_strip<4, kPrefetch>(tile, k, q, row, row_end, c, km, qm);
+      accumulate_strip<4, kPrefetch>(tile, k, q, row, row_end, c, km, qm, next);
       c += 4 * kLanes;
     }
   }
   if (c + 2 * kLanes <= width) {
-    accumulate_strip<2, kPrefetch>(tile, k, q, row, row_end, c, km, qm);
+    accumulate_strip<2, kPrefetch>(tile, k, q, row, row_end, c, km, qm, next);
     c += 2 * kLanes;
   }
   if (c + kLanes <= width) {
-    accumulate_strip<1, kPrefetch>(tile, k, q, row, row_end, c, km, qm);
+    accumulate_strip<1, kPrefetch>(tile, k, q, row, row_end, c, km, qm, next);
     c += kLanes;
   }
   if (c < width) accumulate_tail(tile, k, q, row, row_end, c, width - c, km, qm);
@@ -86,9 +87,9 @@ void accumulate(Source tile, const Token& token, std::int64_t width, float* km, 
   for (std::int64_t row = 0; row < rows; row += band) {
     const std::int64_t row_end = min_of(row + band, rows);
     if (is_one_strip || token.is_resident) {
-      accumulate_band<false>(tile, token.k, token.q, row, row_end, width, km, qm);
+      accumulate_band<false>(tile, token.k, token.q, row, row_end, width, km, qm, *token.next);
     } else {
-      accumulate_band<true>(tile, token.k, token.q, row, row_end, width, km, qm);
+      accumulate_band<true>(tile, token.k, token.q, row, row_end, width, km, qm, *token.next);
     }
   }
 }
@@ -107,7 +108,7 @@ void step(KFirst, const Token& token, Source source, Destination destination) {
   }
   finish_columns(token, 0, width, km, qm, u);
   if constexpr (!kIsAbsent<Destination>) {
-    update(source, destination, token.k, token.decay, token.key_dim, width, u);
+    update(source, destination, token.k, token.decay, token.key_dim, width, u, *token.next);
   }
 }
 

@@ -16,9 +16,9 @@ namespace {
 constexpr std::int64_t kGroupElements = 4096;
 
 // kPrefetch: the rows are read side by side, in an order that the processor's own prefetcher does not see through.
-template <bool kPrefetch, class RowPointer>
+template <bool kPrefetch, class Source, class RowPointer>
 GDN_INLINE void multiply_rows(const RowPointer* rows, const float* k, const float* q, std::int64_t key_dim, float* km,
-                              float* qm) {
+                              float* qm, NextState& next) {
   Vec sum[2 * kSumRows];
 #pragma GCC unroll 16
   for (int r = 0; r < 2 * kSumRows; ++r) sum[r] = zero();
@@ -26,6 +26,7 @@ GDN_INLINE void multiply_rows(const RowPointer* rows, const float* k, const floa
   for (; i + kLanes <= key_dim; i += kLanes) {
     const Vec k_part = load(k + i), q_part = load(q + i);
     if constexpr (kPrefetch) prefetch_columns(rows[0], i * kSumRows, kSumRows * kLanes);
+    ask_for(next, bytes_ahead<Source>(kSumRows * kLanes));
 #pragma GCC unroll 8
     for (int r = 0; r < kSumRows; ++r) {
       const Vec x = in_register(load_columns(rows[r], i));
@@ -53,9 +54,9 @@ void multiply(Source tile, const Token& token, std::int64_t count, float* km, fl
     // A short last block repeats its last row, so that there is one code path and one order.
     for (int r = 0; r < kSumRows; ++r) rows[r] = row_of(tile, min_of(row + r, count - 1));
     if (token.is_resident) {
-      multiply_rows<false>(rows, token.k, token.q, token.key_dim, km + row, qm + row);
+      multiply_rows<false, Source>(rows, token.k, token.q, token.key_dim, km + row, qm + row, *token.next);
     } else {
-      multiply_rows<true>(rows, token.k, token.q, token.key_dim, km + row, qm + row);
+      multiply_rows<true, Source>(rows, token.k, token.q, token.key_dim, km + row, qm + row, *token.next);
     }
   }
 }
@@ -78,7 +79,7 @@ void step(VFirst, const Token& token, Source source, Destination destination) {
     }
     finish_columns(token, row, count, km, qm, u);
     if constexpr (!kIsAbsent<Destination>) {
-      update(from, rows_from(destination, row), u, token.decay, count, token.key_dim, token.k);
+      update(from, rows_from(destination, row), u, token.decay, count, token.key_dim, token.k, *token.next);
     }
   }
 }

@@ -51,15 +51,27 @@ RecordBlock load_records(const RecurrenceParams& p, std::int64_t sequence, std::
   return records;
 }
 
+void prefetch_records(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head) {
+  const Replay& replay = *p.replay;
+  const std::int64_t slot = p.source_slots[sequence];
+  for (std::int64_t i = 0; i < replay.counts[sequence]; ++i) {
+    const std::int64_t k_index = element_index(replay.k, slot, i, key_head_of(p, head));
+    prefetch(replay.k.data, k_index * element_size(replay.k.dtype), p.key_dim * element_size(replay.k.dtype));
+    prefetch(replay.u.data, element_index(replay.u, slot, i, head) * element_size(DType::kFloat32),
+             p.value_dim * element_size(DType::kFloat32));
+  }
+}
+
 // row_factors and column_factors of record i start at i * kMaxHeadDim.
 template <int kVectors, class Source, class Destination>
 GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destination destination,
                              const float* row_factors, const float* column_factors, std::int64_t rows,
-                             std::int64_t column, std::int64_t n) {
+                             std::int64_t column, std::int64_t n, NextState& next) {
   for (std::int64_t r = 0; r < rows; ++r) {
     const auto from = row_of(source, r);
+    ask_for(next, bytes_ahead<Source>(kVectors * kLanes));
     Vec x[kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
       const std::int64_t c = column + j * kLanes;
       x[j] = kVectors > 1 || n >= kLanes ? load_columns(from, c) : load_columns(from, c, n);
@@ -68,11 +80,11 @@ GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destinat
       const Vec row_factor = set1(row_factors[i * kMaxHeadDim + r]);
       const Vec decay = set1(records.decay[i]);
       const float* factors = column_factors + i * kMaxHeadDim + column;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int j = 0; j < kVectors; ++j) x[j] = fma(row_factor, load(factors + j * kLanes), mul(decay, x[j]));
     }
     const auto to = row_of(destination, r);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
       const std::int64_t c = column + j * kLanes;
       if (kVectors > 1 || n >= kLanes) {
@@ -86,26 +98,29 @@ GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destinat
 
 template <class Source, class Destination>
 void replay_tile(const RecordBlock& records, Source source, Destination destination, const float* row_factors,
-                 const float* column_factors, std::int64_t rows, std::int64_t width) {
+                 const float* column_factors, std::int64_t rows, std::int64_t width, NextState& next) {
   std::int64_t c = 0;
-  for (; c + 4 * kLanes <= width; c += 4 * kLanes) {
-    replay_strip<4>(records, source, destination, row_factors, column_factors, rows, c, width - c);
+  for (; c + kStripVectors * kLanes <= width; c += kStripVectors * kLanes) {
+    replay_strip<kStripVectors>(records, source, destination, row_factors, column_factors, rows, c, width - c, next);
+  }
+  for (; c + 2 * kLanes <= width; c += 2 * kLanes) {
+    replay_strip<2>(records, source, destination, row_factors, column_factors, rows, c, width - c, next);
   }
   for (; c < width; c += kLanes) {
-    replay_strip<1>(records, source, destination, row_factors, column_factors, rows, c, width - c);
+    replay_strip<1>(records, source, destination, row_factors, column_factors, rows, c, width - c, next);
   }
 }
 
 // `width` columns of the state, those of u from `column` on.
 template <class Source, class Destination>
 void replay_records(KFirst, const RecordBlock& records, Source source, Destination destination, std::int64_t column,
-                    std::int64_t width, std::int64_t key_dim) {
-  replay_tile(records, source, destination, records.k, records.u + column, key_dim, width);
+                    std::int64_t width, std::int64_t key_dim, NextState& next) {
+  replay_tile(records, source, destination, records.k, records.u + column, key_dim, width, next);
 }
 template <class Source, class Destination>
 void replay_records(VFirst, const RecordBlock& records, Source source, Destination destination, std::int64_t column,
-                    std::int64_t width, std::int64_t key_dim) {
-  replay_tile(records, source, destination, records.u + column, records.k, width, key_dim);
+                    std::int64_t width, std::int64_t key_dim, NextState& next) {
+  replay_tile(records, source, destination, records.u + column, records.k, width, key_dim, next);
 }
 
 }  // namespace

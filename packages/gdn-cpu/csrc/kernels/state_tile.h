@@ -28,11 +28,39 @@ constexpr bool kIsFloat = false;
 template <>
 constexpr bool kIsFloat<float> = true;
 
-// Two vectors of bfloat16 are rounded and packed together for less than one and one; others go one by one.
+// Rows that are written past the caches, which would otherwise read them first: whole vectors at multiples of their
+// size. Half-precision ones go in pairs, or the usual way.
 template <class T>
+struct StreamedRow {
+  T* data;
+};
+template <class T>
+struct StreamedTile {
+  T* data;
+  std::int64_t stride;
+};
+
+// A state that is kept in two places: unrounded in the scratch, from where the next token reads it, and in a slot.
+template <class Slot>
+struct KeptRow {
+  float* scratch;
+  Slot slot;
+};
+template <class Slot>
+struct KeptTile {
+  Tile<float> scratch;
+  Slot slot;
+};
+
+// Two vectors of bfloat16 are rounded and packed together for less than one and one; others go one by one.
+template <class Row>
 constexpr bool kStoresPairs = false;
 template <>
-constexpr bool kStoresPairs<BFloat16* const> = kLanes > 4;
+constexpr bool kStoresPairs<BFloat16*> = kLanes > 4;
+template <>
+constexpr bool kStoresPairs<StreamedRow<BFloat16>> = kLanes > 4;
+template <class Slot>
+constexpr bool kStoresPairs<KeptRow<Slot>> = kStoresPairs<Slot>;
 
 GDN_INLINE Absent row_of(Absent, std::int64_t) { return {}; }
 GDN_INLINE Vec load_columns(Absent, std::int64_t) { return zero(); }
@@ -65,6 +93,58 @@ template <class T>
 GDN_INLINE void store_columns(T* row, std::int64_t column, Vec x, std::int64_t n) {
   store_n(row + column, x, n);
 }
+template <class T>
+GDN_INLINE void store_column_pair(T* row, std::int64_t column, Vec a, Vec b) {
+  store_pair(row + column, a, b);
+}
+
+template <class T>
+GDN_INLINE StreamedTile<T> rows_from(StreamedTile<T> tile, std::int64_t row) {
+  return {tile.data + row * tile.stride, tile.stride};
+}
+template <class T>
+GDN_INLINE StreamedRow<T> row_of(StreamedTile<T> tile, std::int64_t row) {
+  return {tile.data + row * tile.stride};
+}
+GDN_INLINE void store_columns(StreamedRow<float> row, std::int64_t column, Vec x) { stream(row.data + column, x); }
+template <class T>
+GDN_INLINE void store_columns(StreamedRow<T> row, std::int64_t column, Vec x) {
+  store(row.data + column, x);
+}
+template <class T>
+GDN_INLINE void store_columns(StreamedRow<T> row, std::int64_t column, Vec x, std::int64_t n) {
+  store_n(row.data + column, x, n);
+}
+template <class T>
+GDN_INLINE void store_column_pair(StreamedRow<T> row, std::int64_t column, Vec a, Vec b) {
+  stream_pair(row.data + column, a, b);
+}
+
+template <class Slot>
+GDN_INLINE KeptTile<Slot> rows_from(KeptTile<Slot> tile, std::int64_t row) {
+  return {rows_from(tile.scratch, row), rows_from(tile.slot, row)};
+}
+template <class Slot>
+GDN_INLINE auto row_of(KeptTile<Slot> tile, std::int64_t row) {
+  const auto slot = row_of(tile.slot, row);
+  return KeptRow<decltype(row_of(tile.slot, row))>{row_of(tile.scratch, row), slot};
+}
+template <class Slot>
+GDN_INLINE void store_columns(KeptRow<Slot> row, std::int64_t column, Vec x) {
+  store(row.scratch + column, x);
+  store_columns(row.slot, column, x);
+}
+template <class Slot>
+GDN_INLINE void store_columns(KeptRow<Slot> row, std::int64_t column, Vec x, std::int64_t n) {
+  store_n(row.scratch + column, x, n);
+  store_columns(row.slot, column, x, n);
+}
+template <class Slot>
+GDN_INLINE void store_column_pair(KeptRow<Slot> row, std::int64_t column, Vec a, Vec b) {
+  store(row.scratch + column, a);
+  store(row.scratch + column + kLanes, b);
+  store_column_pair(row.slot, column, a, b);
+}
 
 // How far ahead of its use a state that is not read in order is asked for: past the latency of memory at the kernels'
 // speed.
@@ -75,6 +155,30 @@ template <class T>
 GDN_INLINE void prefetch_columns(const T* row, std::int64_t column, std::int64_t count) {
   constexpr std::int64_t size = sizeof(T);
   prefetch(row, column * size + kPrefetchBytes, count * size);
+}
+
+// The state that the thread works on next. The passes over this one ask for it bit by bit, so that memory delivers
+// while the arithmetic, from the caches, does without it.
+struct NextState {
+  const char* from = nullptr;
+  const char* end = nullptr;
+};
+
+GDN_INLINE void ask_for(NextState& next, std::int64_t bytes) {
+  if (next.from >= next.end) return;
+  prefetch(next.from, 0, bytes);
+  next.from += bytes;
+}
+
+template <class Source>
+constexpr std::int64_t kElementBytes = sizeof(float);
+template <class T>
+constexpr std::int64_t kElementBytes<Tile<T>> = sizeof(T);
+
+// What one of a token's two passes asks for at `count` elements of its source: half as much, in whole lines.
+template <class Source>
+constexpr std::int64_t bytes_ahead(std::int64_t count) {
+  return (count * kElementBytes<Source> / 2 + kCacheLine - 1) / kCacheLine * kCacheLine;
 }
 
 template <class Source, class T>

@@ -3,7 +3,7 @@
 // One token of one head as the state passes see it, and the two lines of the rule that are the same in both layouts.
 #pragma once
 
-#include "simd/simd.h"
+#include "state_tile.h"
 
 namespace gdn::cpu::GDN_ISA {
 namespace {
@@ -16,7 +16,8 @@ struct Token {
   float decay;
   float beta;
   float scale;
-  bool is_resident;  // the state is the fp32 scratch, in the cache since the token before
+  bool is_resident;  // the state is in a cache: since the token before, or because it was asked for
+  NextState* next;
   std::int64_t key_dim;
   std::int64_t v_begin, v_end;  // the columns of this tile
   DType v_dtype, out_dtype;

@@ -8,8 +8,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "runtime/openmp.h"
+#include "runtime/recurrence_plan.h"
 
 namespace gdn::cpu {
 namespace {
@@ -23,40 +25,61 @@ enum class Schedule {
   kDynamic,  // next item to whoever is free: items of unequal cost
 };
 
+constexpr std::int64_t kNone = -1;
+
+// Calls body(item, item before, item after) for the items that a thread is given; kNone where there is none.
 template <typename Body>
 struct Region {
   const Body& body;
   std::int64_t num_items;
   Schedule schedule;
-  std::atomic<std::int64_t> next{0};
+  std::atomic<std::int64_t> unclaimed{0};
 
   void run_share() {
     const OpenMp& runtime = openmp();
     const std::int64_t thread = runtime.thread_num();
     const std::int64_t threads = runtime.num_threads();
     if (schedule == Schedule::kStatic) {
-      for (std::int64_t item = num_items * thread / threads; item < num_items * (thread + 1) / threads; ++item) {
-        body(item);
-      }
-      return;
+      return run_range(num_items * thread / threads, num_items * (thread + 1) / threads);
     }
-    for (std::int64_t item = next++; item < num_items; item = next++) body(item);
+    // One item is claimed ahead, so that its memory can be asked for.
+    std::int64_t previous = kNone;
+    for (std::int64_t item = claim(); item != kNone;) {
+      const std::int64_t next = claim();
+      body(item, previous, next);
+      previous = item;
+      item = next;
+    }
+  }
+
+  void run_range(std::int64_t begin, std::int64_t end) {
+    for (std::int64_t item = begin; item < end; ++item) {
+      body(item, item > begin ? item - 1 : kNone, item + 1 < end ? item + 1 : kNone);
+    }
+  }
+
+  std::int64_t claim() {
+    const std::int64_t item = unclaimed++;
+    return item < num_items ? item : kNone;
   }
 };
 
 template <typename Body>
-void for_each(std::int64_t num_items, int num_threads, Schedule schedule, const Body& body) {
+void for_each_with_next(std::int64_t num_items, int num_threads, Schedule schedule, const Body& body) {
   const OpenMp& runtime = openmp();
   const std::int64_t threads = std::min<std::int64_t>(num_threads, num_items);
   const bool serial =
       threads <= 1 || forked.load(std::memory_order_relaxed) || !runtime.found() || runtime.in_parallel() != 0;
-  if (serial) {
-    for (std::int64_t item = 0; item < num_items; ++item) body(item);
-    return;
-  }
   Region<Body> region{body, num_items, schedule};
+  if (serial) return region.run_range(0, num_items);
   runtime.parallel([](void* context) { static_cast<Region<Body>*>(context)->run_share(); }, &region,
                    static_cast<unsigned>(threads), 0);
+}
+
+template <typename Body>
+void for_each(std::int64_t num_items, int num_threads, Schedule schedule, const Body& body) {
+  for_each_with_next(num_items, num_threads, schedule,
+                     [&](std::int64_t item, std::int64_t, std::int64_t) { body(item); });
 }
 
 struct FreeDeleter {
@@ -74,18 +97,6 @@ RecurrenceScratch& thread_scratch() {
 std::int64_t sequence_length(const RecurrenceParams& params, std::int64_t sequence) {
   if (params.token_offsets == nullptr) return params.tokens_per_sequence;
   return params.token_offsets[sequence + 1] - params.token_offsets[sequence];
-}
-
-// Columns of the state that one item computes: all of them, unless there are fewer heads than threads and no norm over
-// all columns follows. The kernel has tiles of its own for the caches, and prepares each token once an item.
-std::int64_t tile_columns(const RecurrenceParams& params, std::int64_t num_heads, int num_threads) {
-  if (params.norm != nullptr) return params.value_dim;
-  constexpr std::int64_t kSmallestTile = 32;
-  std::int64_t tile = params.value_dim;
-  while (tile > kSmallestTile && num_heads * ((params.value_dim + tile - 1) / tile) < num_threads) {
-    tile = (tile / 2 + kSmallestTile - 1) / kSmallestTile * kSmallestTile;
-  }
-  return std::min(tile, params.value_dim);
 }
 
 }  // namespace
@@ -138,30 +149,88 @@ void store_records(const RecurrenceParams& params, const Indices& live, int num_
            });
 }
 
+// Where the tokens of the live sequences end, one batch entry after the other.
+std::int64_t end_of_tokens(const RecurrenceParams& params, const Indices& live) {
+  if (params.token_offsets == nullptr) return params.num_sequences * params.tokens_per_sequence;
+  std::int64_t end = 0;
+  for (const std::int64_t sequence : live) end = std::max(end, params.token_offsets[sequence + 1]);
+  return end;
+}
+
+// Whether a call stores more states than the nearer caches hold. The next call that reads them comes a model's layers
+// later: written past the caches, they cost half the traffic.
+bool streams_states(const RecurrenceParams& params, const Indices& live) {
+  constexpr std::int64_t kCachedBytes = std::int64_t{1} << 20;
+  if (params.destination == nullptr) return false;
+  std::int64_t states = 0;
+  for (const std::int64_t sequence : live) {
+    states += params.destination_columns != 0 ? sequence_length(params, sequence) : 1;
+  }
+  const std::int64_t state_elements = params.num_value_heads * params.key_dim * params.value_dim;
+  return states * state_elements * (params.state_dtype == DType::kFloat32 ? 4 : 2) > kCachedBytes;
+}
+
 }  // namespace
 
-void run_recurrence(const KernelTable& table, const RecurrenceParams& params, const Indices& live, int num_threads) {
-  if (live.empty() || params.num_value_heads == 0) return;
-  const auto length = [&](std::int64_t sequence) { return sequence_length(params, sequence); };
-  const auto shorter = [&](std::int64_t left, std::int64_t right) { return length(left) < length(right); };
-  const auto [shortest, longest] = std::minmax_element(live.begin(), live.end(), shorter);
-  const std::int64_t longest_length = length(*longest);
-  const Schedule schedule = length(*shortest) == longest_length ? Schedule::kStatic : Schedule::kDynamic;
-  Indices order = live;
-  if (schedule == Schedule::kDynamic) {
-    std::stable_sort(order.begin(), order.end(),
-                     [&](std::int64_t left, std::int64_t right) { return shorter(right, left); });
+namespace {
+
+// Tiles of a head that share a norm over all its columns: whoever finishes the last one applies it.
+class SharedNorms {
+ public:
+  SharedNorms(RecurrenceParams& params, std::int64_t num_rows, std::int64_t num_tokens, std::int64_t num_tiles)
+      : unfinished_(new std::atomic<std::int64_t>[static_cast<std::size_t>(num_rows * params.num_value_heads)]),
+        outputs_(new float[static_cast<std::size_t>(num_tokens * params.num_value_heads * params.value_dim)]) {
+    for (std::int64_t i = 0; i < num_rows * params.num_value_heads; ++i) unfinished_[i] = num_tiles;
+    params.unnormed_outputs = outputs_.get();
   }
-  const auto num_live = static_cast<std::int64_t>(order.size());
-  const std::int64_t heads = params.num_value_heads;
-  const std::int64_t tile = tile_columns(params, num_live * heads, num_threads);
-  const std::int64_t tiles = (params.value_dim + tile - 1) / tile;
-  for_each(num_live * heads * tiles, num_threads, schedule, [&](std::int64_t item) {
-    const std::int64_t v_begin = item % tiles * tile;
-    const std::int64_t row_head = item / tiles;
-    table.recurrence(params, order[static_cast<std::size_t>(row_head / heads)], row_head % heads, v_begin,
-                     std::min(v_begin + tile, params.value_dim), thread_scratch());
+
+  bool is_last_tile(std::int64_t row_head) {
+    return unfinished_[row_head].fetch_sub(1, std::memory_order_acq_rel) == 1;
+  }
+
+ private:
+  std::unique_ptr<std::atomic<std::int64_t>[]> unfinished_;
+  std::unique_ptr<float[]> outputs_;
+};
+
+Indices longest_first(const RecurrenceParams& params, const Indices& live) {
+  Indices order = live;
+  std::stable_sort(order.begin(), order.end(), [&](std::int64_t left, std::int64_t right) {
+    return sequence_length(params, left) > sequence_length(params, right);
   });
+  return order;
+}
+
+}  // namespace
+
+void run_recurrence(const KernelTable& table, const RecurrenceParams& call, const Indices& live, int num_threads) {
+  if (live.empty() || call.num_value_heads == 0) return;
+  RecurrenceParams params = call;
+  params.streams_states = streams_states(call, live);
+  Indices lengths;
+  for (const std::int64_t sequence : live) lengths.push_back(sequence_length(params, sequence));
+  const std::int64_t heads = params.num_value_heads;
+  const RecurrencePlan plan = plan_recurrence(lengths, heads, params.value_dim, num_threads);
+  const Indices order = plan.is_ragged ? longest_first(params, live) : live;
+  const auto num_live = static_cast<std::int64_t>(order.size());
+  const std::int64_t tiles = (params.value_dim + plan.tile - 1) / plan.tile;
+  std::optional<SharedNorms> norms;
+  if (params.norm != nullptr && tiles > 1) norms.emplace(params, num_live, end_of_tokens(params, live), tiles);
+  const auto item_at = [&](std::int64_t index, bool is_awaited) {
+    const std::int64_t v_begin = index % tiles * plan.tile;
+    const std::int64_t row_head = index / tiles;
+    return RecurrenceItem{order[static_cast<std::size_t>(row_head / heads)], row_head % heads, v_begin,
+                          std::min(v_begin + plan.tile, params.value_dim), is_awaited};
+  };
+  for_each_with_next(num_live * heads * tiles, static_cast<int>(plan.num_threads),
+                     plan.is_ragged ? Schedule::kDynamic : Schedule::kStatic,
+                     [&](std::int64_t index, std::int64_t previous, std::int64_t next) {
+                       const RecurrenceItem item = item_at(index, previous >= 0);
+                       const RecurrenceItem next_item = item_at(next >= 0 ? next : index, true);
+                       table.recurrence(params, item, next >= 0 ? &next_item : nullptr, thread_scratch());
+                       if (norms && norms->is_last_tile(index / tiles))
+                         table.recurrence_norm(params, item.sequence, item.head);
+                     });
   if (params.replay != nullptr) store_records(params, live, num_threads);
 }
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Made by tools/check_stubs.py --write from the compiled module.
+from collections.abc import Sequence
+
 import torch
 
 
@@ -20,6 +22,11 @@ def environment_error() -> str:
 
 def openmp() -> str:
     """Path of the OpenMP runtime in use, or ''."""
+
+def recurrence_plan(lengths: Sequence[int], num_heads: int, value_dim: int, num_threads: int) -> tuple[int, int, bool]:
+    """
+    How the recurrence over rows of these lengths is shared out: columns of an item, threads, and whether the items go longest first to whoever is free (else in equal contiguous shares).
+    """
 
 def use_exchange_api(enabled: bool) -> None:
     """

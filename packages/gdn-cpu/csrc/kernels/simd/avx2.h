@@ -51,6 +51,7 @@ GDN_INLINE __m128i narrow(Vec x, Float16) { return _mm256_cvtps_ph(x.v, _MM_FROU
 GDN_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
 GDN_INLINE Vec load_n(const float* p, std::int64_t n) { return {_mm256_maskload_ps(p, first_lanes(n))}; }
 GDN_INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x.v); }
+GDN_INLINE void stream(float* p, Vec x) { _mm256_stream_ps(p, x.v); }
 GDN_INLINE void store_n(float* p, Vec x, std::int64_t n) { _mm256_maskstore_ps(p, first_lanes(n), x.v); }
 
 template <class Half>
@@ -74,9 +75,15 @@ GDN_INLINE void store_n(Half* p, Vec x, std::int64_t n) {
   std::memcpy(p, buffer, static_cast<std::size_t>(n) * sizeof(Half));
 }
 
-GDN_INLINE void store_pair(BFloat16* p, Vec a, Vec b) {
+GDN_INLINE __m256i narrow_pair(Vec a, Vec b) {
   const __m256i packed = _mm256_packus_epi32(bfloat16_bits(a), bfloat16_bits(b));  // per 128-bit half
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+  return _mm256_permute4x64_epi64(packed, 0xd8);
+}
+GDN_INLINE void store_pair(BFloat16* p, Vec a, Vec b) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_pair(a, b));
+}
+GDN_INLINE void stream_pair(BFloat16* p, Vec a, Vec b) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow_pair(a, b));
 }
 
 GDN_INLINE Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }

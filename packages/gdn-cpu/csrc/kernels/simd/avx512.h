@@ -63,6 +63,7 @@ GDN_INLINE __m256i narrow(Vec x, Float16) { return _mm512_cvtps_ph(x.v, _MM_FROU
 GDN_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 GDN_INLINE Vec load_n(const float* p, std::int64_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 GDN_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
+GDN_INLINE void stream(float* p, Vec x) { _mm512_stream_ps(p, x.v); }
 GDN_INLINE void store_n(float* p, Vec x, std::int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
 
 template <class Half>
@@ -171,6 +172,9 @@ GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
 }
 GDN_INLINE void store_coarse_pair(BFloat16* p, Vec a, Vec b) {
   _mm512_storeu_si512(p, high_halves(coarse_bits(a), coarse_bits(b)));
+}
+GDN_INLINE void stream_pair(BFloat16* p, Vec a, Vec b) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), high_halves(round_to_bfloat16(a), round_to_bfloat16(b)));
 }
 
 GDN_INLINE Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }

@@ -26,6 +26,7 @@ GDN_INLINE float first_lane(Vec x) { return vgetq_lane_f32(x.v, 0); }
 
 GDN_INLINE Vec load(const float* p) { return {vld1q_f32(p)}; }
 GDN_INLINE void store(float* p, Vec x) { vst1q_f32(p, x.v); }
+GDN_INLINE void stream(float* p, Vec x) { store(p, x); }
 
 GDN_INLINE Vec load(const BFloat16* p) {
   return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const std::uint16_t*>(p)), 16))};

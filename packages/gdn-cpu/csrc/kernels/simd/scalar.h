@@ -37,6 +37,8 @@ GDN_INLINE void store(T* p, Vec x) {
   for (std::int64_t i = 0; i < kLanes; ++i) p[i] = from_float<T>(x.v[i]);
 }
 
+GDN_INLINE void stream(float* p, Vec x) { store(p, x); }
+
 GDN_INLINE Vec add(Vec a, Vec b) { GDN_LANEWISE(Vec, out.v[i] = a.v[i] + b.v[i]); }
 GDN_INLINE Vec sub(Vec a, Vec b) { GDN_LANEWISE(Vec, out.v[i] = a.v[i] - b.v[i]); }
 GDN_INLINE Vec mul(Vec a, Vec b) { GDN_LANEWISE(Vec, out.v[i] = a.v[i] * b.v[i]); }

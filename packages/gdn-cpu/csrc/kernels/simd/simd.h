@@ -89,6 +89,13 @@ GDN_INLINE Vec in_register(Vec x) {
   return x;
 }
 
+// After streamed stores, which otherwise may be seen later than what follows them.
+GDN_INLINE void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 constexpr std::int64_t kCacheLine = 64;
 
 // The lines of `bytes` bytes from p + offset, into the second-level cache: asking for the first level was slower. They
