@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +24,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 THREADS = (1, 2, 3, 7, 16)
 RULES = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 DECODE = "fused_sigmoid_gating_delta_rule_update"
+# Seconds for a program that a test starts: more where the machine is an emulated one.
+TIMEOUT = float(os.environ.get("GDN_TEST_TIMEOUT", "120"))
 
 
 def call(op: str, arguments: Arguments) -> Any:

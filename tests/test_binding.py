@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import gdn_core
-from contract_calls import DECODE, RULES, call, same_bits, small_call, untouched
+from contract_calls import DECODE, RULES, TIMEOUT, call, same_bits, small_call, untouched
 from gdn_core.testing import clone, inputs
 
 gdn_cpu = pytest.importorskip("gdn_cpu")
@@ -333,7 +333,7 @@ def test_isa_level_of_no_name():
 def run_with(script, **environment):
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=TIMEOUT, check=False, env={**os.environ, **environment},
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from contract_calls import DECODE, RULES, call, same_bits
+from contract_calls import DECODE, RULES, TIMEOUT, call, same_bits
 from gdn_core.testing import clone, inputs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc and forks")
@@ -66,7 +66,7 @@ PRELUDE = """
 """
 
 
-def run_script(body, *, prelude=PRELUDE, timeout=120, **environment):
+def run_script(body, *, prelude=PRELUDE, timeout=TIMEOUT, **environment):
     """Run a script in a process of its own; return what it printed."""
     script = textwrap.dedent(prelude) + textwrap.dedent(body)
     result = subprocess.run(
