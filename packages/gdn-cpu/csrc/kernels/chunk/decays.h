@@ -74,30 +74,86 @@ GDN_INLINE Vec keep_tokens(Vec x, Vec token, float before_begin, float end) {
   return select(less(set1(before_begin), token), kept, zero());
 }
 
-// mixing and attention of the rows of a segment, up to the diagonal block. What is masked is zero, whatever is there.
+// exp(G_i - G_j) of tokens j in a block before the one of i, as a product of two factors that are at most 1:
+// exp(G_i - G_last) exp(G_last - G_j), with the last token of the block of j. `to_last` has the factor 1 / |k_j| too.
+struct BlockDecays {
+  static constexpr std::int64_t kBlocks = kTokens / kRowBlock;
+  alignas(kScratchAlignment) float to_last[kTokens];
+  alignas(kScratchAlignment) float from_last[kBlocks][kTokens];
+};
+
+template <class Engine>
+void decay_blocks(const Segment& segment, const KeyOperands<Engine>& key, const ChunkOperands<Engine>& chunk,
+                  BlockDecays& decays) {
+  const std::int64_t last_block = (segment.end - 1) / kRowBlock;
+  for (std::int64_t block = segment.begin / kRowBlock; block < last_block; ++block) {
+    const std::int64_t last = (block + 1) * kRowBlock - 1;
+    const Vec high = set1(chunk.sum_high[last]), low = set1(chunk.sum_low[last]);
+    for (std::int64_t j = block * kRowBlock; j <= last; j += kLanes) {
+      const Vec difference = add(sub(high, load(chunk.sum_high + j)), sub(low, load(chunk.sum_low + j)));
+      store(decays.to_last + j, mul(exp(difference), load(key.k_factor + j)));
+    }
+    for (std::int64_t i = last + 1; i < segment.end; i += kLanes) {
+      const Vec difference = add(sub(load(chunk.sum_high + i), high), sub(load(chunk.sum_low + i), low));
+      store(decays.from_last[block] + i, exp(difference));
+    }
+  }
+}
+
+// One row of mixing and attention, in the making.
+template <class Engine>
+struct MixedRow {
+  const KeyOperands<Engine>& key;
+  const ChunkOperands<Engine>& chunk;
+  std::int64_t row;  // index of its first element
+  Vec beta, q_factor;
+
+  // From the decays of tokens from j on; `keep` zeroes what is masked, whatever is there.
+  template <class Keep>
+  inline __attribute__((always_inline)) void store_tokens(std::int64_t j, Vec decay, Keep keep) const {
+    store(chunk.mixing + row + j, keep(mul(beta, mul(decay, load(key.kk + row + j)))));
+    Engine::store_row(chunk.attention + row + j, keep(mul(q_factor, mul(decay, load(key.qk + row + j)))));
+  }
+};
+
+// mixing and attention of the rows of a segment, up to the diagonal block.
 template <class Engine>
 void mix_tokens(const Segment& segment, const KeyOperands<Engine>& key, const ChunkOperands<Engine>& chunk) {
+  BlockDecays decays;
+  decay_blocks(segment, key, chunk, decays);
   float lane_numbers[kLanes];
   for (std::int64_t i = 0; i < kLanes; ++i) lane_numbers[i] = static_cast<float>(i);
   const Vec lanes = load(lane_numbers);
   const auto begin = static_cast<float>(segment.begin) - 0.5f;
   clear_outside(segment, kTokens, chunk.mixing);
   for (std::int64_t i = segment.begin; i < segment.end; ++i) {
+    const MixedRow<Engine> mixed{key, chunk, i * kTokens, set1(-chunk.beta[i] * key.k_factor[i]),
+                                 set1(key.q_factor[i])};
+    const std::int64_t diagonal = i / kRowBlock * kRowBlock;
+    for (std::int64_t j = 0; j < diagonal; j += kLanes) {
+      const std::int64_t block = j / kRowBlock;
+      if (block * kRowBlock + kRowBlock <= segment.begin) {
+        mixed.store_tokens(j, zero(), [](Vec) { return zero(); });
+        continue;
+      }
+      const Vec decay = mul(set1(decays.from_last[block][i]), load(decays.to_last + j));
+      if (segment.begin <= j) {
+        mixed.store_tokens(j, decay, [](Vec x) { return x; });
+      } else {
+        const Vec token = add(lanes, set1(static_cast<float>(j)));
+        mixed.store_tokens(j, decay, [&](Vec x) { return select(less(set1(begin), token), x, zero()); });
+      }
+    }
     const Vec high = set1(chunk.sum_high[i]), low = set1(chunk.sum_low[i]);
-    const Vec beta = set1(-chunk.beta[i] * key.k_factor[i]), q_factor = set1(key.q_factor[i]);
     const auto end = static_cast<float>(i) + 0.5f;
-    const std::int64_t row = i * kTokens;
-    const std::int64_t block_end = (i / kRowBlock + 1) * kRowBlock;
-    for (std::int64_t j = 0; j < block_end; j += kLanes) {
+    for (std::int64_t j = diagonal; j < diagonal + kRowBlock; j += kLanes) {
       const Vec token = add(lanes, set1(static_cast<float>(j)));
       const Vec difference = add(sub(high, load(chunk.sum_high + j)), sub(low, load(chunk.sum_low + j)));
       const Vec decay = mul(exp(keep_tokens(difference, token, begin, end)), load(key.k_factor + j));
-      const Vec mixing = mul(beta, mul(decay, load(key.kk + row + j)));
-      const Vec attention = mul(q_factor, mul(decay, load(key.qk + row + j)));
-      store(chunk.mixing + row + j, keep_tokens(mixing, token, begin, end));
-      Engine::store_row(chunk.attention + row + j, keep_tokens(attention, token, begin, end));
+      mixed.store_tokens(j, decay, [&](Vec x) { return keep_tokens(x, token, begin, end); });
     }
-    if constexpr (Engine::kHasTiles) clear_rows(chunk.attention + row + block_end, block_end % (2 * kRowBlock));
+    const std::int64_t block_end = diagonal + kRowBlock;
+    if constexpr (Engine::kHasTiles) clear_rows(chunk.attention + i * kTokens + block_end, block_end % (2 * kRowBlock));
   }
 }
 
