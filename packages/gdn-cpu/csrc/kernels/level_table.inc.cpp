@@ -10,8 +10,8 @@ const KernelTable kTable = {
     .recurrence_norm = recurrence_norm,
     .gating = gating,
     .rms_norm_gated = rms_norm_gated,
-    .chunk = &kPortableChunk,
     .causal_conv1d = causal_conv1d,
+    .chunk = &kPortableChunk,
 };
 
 }  // namespace gdn::cpu::GDN_ISA
