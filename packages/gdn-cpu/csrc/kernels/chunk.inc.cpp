@@ -9,7 +9,7 @@ namespace gdn::cpu::GDN_ISA {
 const ChunkKernel kPortableChunk = {
     .engine = "portable",
     .multiplies_bf16 = false,
-    .shortest = 8,
+    .shortest = 14,
     .workspace_bytes = chunk_workspace<Fp32Engine>,
     .run = run_chunks<Fp32Engine>,
 };

@@ -17,8 +17,29 @@ def active_level() -> str: ...
 def set_level(name: str) -> None:
     """Cap the level; an empty name restores the cap of GDN_CPU_ISA."""
 
+def chunk_engines() -> list[str]:
+    """
+    The engines of the chunked rule at the level in use, the preferred one first.
+    """
+
+def chunk_engine(is_bfloat16: bool) -> str:
+    """
+    The engine that multiplies in the chunked rule for activations of bf16, or others; '' where none can.
+    """
+
+def set_gemm(name: str) -> None:
+    """Force that engine for bf16; an empty name restores GDN_CPU_GEMM."""
+
+def forced_gemm() -> str:
+    """The forced engine, or ''."""
+
+def chunk_plan(lengths: Sequence[int], num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, threads: int) -> tuple[list[float], list[tuple[int, int, int, int, int, int]]]:
+    """
+    Estimated work of each thread, and (sequence, heads, columns, tokens) of each chain of chunks.
+    """
+
 def environment_error() -> str:
-    """What is wrong with GDN_CPU_ISA, or ''."""
+    """What is wrong with GDN_CPU_ISA or GDN_CPU_GEMM, or ''."""
 
 def openmp() -> str:
     """Path of the OpenMP runtime in use, or ''."""
