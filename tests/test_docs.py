@@ -10,8 +10,9 @@ import pytest
 
 import gdn_core
 from gdn_core import _dispatch, _registry, ops, records
+from gdn_core.attention import cache, core, metadata, params
 
-MODULES = [ops, _dispatch, _registry, records]
+MODULES = [ops, _dispatch, _registry, records, cache, core, metadata, params]
 PUBLIC = [name for name in gdn_core.__all__ if callable(getattr(gdn_core, name))]
 # An operation that continues another one documents only what it adds.
 CONTINUES = {

@@ -1182,7 +1182,7 @@ MUTANTS = (
     Mutant(
         "shared slots let through under GDN_DEBUG",
         "_validate.py",
-        "    if _debug():\n        _distinct_slots(name, value, null_slot)\n",
+        "    if debugging():\n        distinct_slots(name, value, null_slot)\n",
         "",
         "test_two_rows_on_one_slot",
         "test_field_reports_state.py",

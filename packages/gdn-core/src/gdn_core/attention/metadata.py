@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows a batch has: their tokens, slots and kinds. Built and validated once a step, used by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._validate import CHUNK, MAX_SPEC_COLUMNS, debugging, describe, distinct_slots, tensor
+
+Integers = Sequence[int] | Tensor
+Booleans = Sequence[bool] | Tensor
+
+# What happens to the tokens of a run. A run of SKIP holds padding rows that are too long for a decode step.
+PREFILL, STEP, REPLAY, SKIP = range(4)
+
+
+class Run(NamedTuple):
+    """Consecutive rows that one call of an operation can take, as views of the batch's tensors.
+
+    Rows and tokens are those of the batch; ``cu_seqlens`` counts from the run's own first token.
+    """
+
+    kind: int
+    first_row: int
+    end_row: int
+    first_token: int
+    end_token: int
+    cu_seqlens: Tensor
+    table: Tensor
+    slots: Tensor
+    num_accepted_tokens: Tensor
+    has_initial_state: Tensor
+
+
+def cut_runs(
+    bounds: Iterable[Sequence[int]],
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    num_accepted_tokens: Tensor,
+    has_initial_state: Tensor,
+) -> tuple[Run, ...]:
+    """Cut a batch into its runs; run i has ``cu_seqlens[first_row + i : end_row + i + 1]``."""
+    runs = []
+    for number, (kind, first_row, end_row, first_token, end_token) in enumerate(bounds):
+        rows = slice(first_row, end_row)
+        table = slots[rows]
+        runs.append(
+            Run(
+                kind,
+                first_row,
+                end_row,
+                first_token,
+                end_token,
+                cu_seqlens[first_row + number : end_row + number + 1],
+                table,
+                table[:, 0],
+                num_accepted_tokens[rows],
+                has_initial_state[rows],
+            )
+        )
+    return tuple(runs)
+
+
+@dataclass(eq=False)
+class GDNMetadata:
+    """Describe the rows of a batch; build it with :meth:`build` or a converter, once for all layers of a step.
+
+    Attributes:
+        num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens, num_spec_decodes, num_spec_decode_tokens:
+            rows that have tokens and are no padding, and their tokens, by kind.
+        num_rows, num_tokens: N, padding included, and the tokens that the rows cover.
+        slots: int32 [N, S], each row's slots in the pools; one that repeats no slot is filled up with -1.
+        num_accepted_tokens: int32 [N].
+        has_initial_state: bool [N].
+        bounds: int64 [R, 5] on the host, the runs of rows of one kind: kind, first and end row, first and end token.
+        cu_seqlens: int32 [N + R], the offsets of every run from its own first token, one after the other.
+        is_replay: speculative rows own one slot and use the cache's records.
+        null_slot: as the cache's.
+
+    Example:
+        >>> import gdn_core
+        >>> metadata = gdn_core.GDNMetadata.build([0, 1, 2, 102], [4, 1, 7], has_initial_state=[True, True, False])
+        >>> metadata.num_decodes, metadata.num_prefills, metadata.num_prefill_tokens
+        (2, 1, 100)
+    """
+
+    num_prefills: int
+    num_prefill_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    num_spec_decodes: int
+    num_spec_decode_tokens: int
+    num_rows: int
+    num_tokens: int
+    slots: Tensor
+    num_accepted_tokens: Tensor
+    has_initial_state: Tensor
+    bounds: Tensor
+    cu_seqlens: Tensor
+    is_replay: bool
+    null_slot: int | None
+    max_slot: int
+    max_accepted: int
+    longest_step: int
+    runs: tuple[Run, ...]
+    row_kinds: tuple[int, ...]
+    row_ends: tuple[int, ...]
+
+    @classmethod
+    def build(
+        cls,
+        query_start_loc: Integers,
+        slots: Integers | Sequence[Sequence[int]],
+        *,
+        has_initial_state: Booleans | None = None,
+        is_speculative: Booleans | None = None,
+        num_accepted_tokens: Integers | None = None,
+        is_prefill: Booleans | None = None,
+        null_slot: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> GDNMetadata:
+        """Classify the rows of a batch and check them, on the host, so that no layer has to.
+
+        Row n has tokens ``query_start_loc[n]`` to ``query_start_loc[n + 1]``. It is padding where its slot is negative
+        or ``null_slot``: its outputs are 0. A row is speculative because ``is_speculative`` says so, whatever its
+        length, also with no draft at all. Another row is a prefill where ``is_prefill`` says so; by default one
+        without an initial state or with several tokens is, and the others are decodes.
+
+        Args:
+            query_start_loc: [N + 1], from 0, non-decreasing.
+            slots: [N], one slot a row; or a table [N, S], of which a row that is not speculative uses column 0. With
+                [N], speculative rows take the replay form.
+            has_initial_state: [N], True by default; where False a row starts from zero and its slot is not read.
+            is_speculative: [N], False by default.
+            num_accepted_tokens: [N], tokens that the previous step of a speculative row accepted; 0 acts as 1, other
+                rows have 0 or 1.
+            is_prefill: [N].
+            null_slot: the cache's.
+            device: where the layers run; that of ``slots`` by default.
+
+        Raises:
+            TypeError, ValueError: a size, a value or a combination makes no sense; the message names the row.
+
+        Example:
+            >>> import gdn_core
+            >>> metadata = gdn_core.GDNMetadata.build(
+            ...     [0, 3, 4], [[5, 6, 7], [2, -1, -1]], is_speculative=[True, False], num_accepted_tokens=[2, 1])
+            >>> metadata.num_spec_decodes, metadata.num_decodes
+            (1, 1)
+        """
+        if device is None:
+            device = slots.device if isinstance(slots, Tensor) else torch.device("cpu")
+        ends = _integers("query_start_loc", query_start_loc, None)
+        if not ends or ends[0] != 0 or any(end < start for start, end in pairwise(ends)):
+            raise ValueError(f"query_start_loc: expected non-decreasing offsets from 0, got {ends}")
+        count = len(ends) - 1
+        table = _table(slots, count, null_slot)
+        initial = _flags("has_initial_state", has_initial_state, count, True)
+        speculative = _flags("is_speculative", is_speculative, count, False)
+        accepted = [1] * count
+        if num_accepted_tokens is not None:
+            accepted = _integers("num_accepted_tokens", num_accepted_tokens, count)
+        prefill = None if is_prefill is None else _flags("is_prefill", is_prefill, count, False)
+        is_replay = _is_one_slot(slots) and any(speculative)
+        rows = [
+            _Row(*row)
+            for row in zip(
+                range(count),
+                (end - start for start, end in pairwise(ends)),
+                table.tolist(),
+                initial,
+                speculative,
+                accepted,
+                [None] * count if prefill is None else prefill,
+                strict=True,
+            )
+        ]
+        for row in rows:
+            row.check(None if is_replay else table.shape[1])
+        if debugging():
+            distinct_slots("slots", table, None)
+        return cls._of_rows(rows, ends, table, is_replay, null_slot, torch.device(device))
+
+    @classmethod
+    def _of_rows(
+        cls,
+        rows: list[_Row],
+        ends: list[int],
+        table: Tensor,
+        is_replay: bool,
+        null_slot: int | None,
+        device: torch.device,
+    ) -> GDNMetadata:
+        kinds = [row.kind(is_replay) for row in rows]
+        bounds = _bounds(_joined(rows, is_replay), ends)
+        offsets = [ends[row] - ends[first] for _, first, end, *_ in bounds for row in range(first, end + 1)]
+        live = [row for row in rows if row.length > 0 and not row.is_padding]
+        groups = {
+            "prefill": [row.length for row in live if row.kind(is_replay) == PREFILL],
+            "decode": [row.length for row in live if row.kind(is_replay) != PREFILL and not row.is_speculative],
+            "spec": [row.length for row in live if row.is_speculative],
+        }
+        tensors = {
+            "cu_seqlens": torch.tensor(offsets, dtype=torch.int32).to(device),
+            "slots": table.to(device, torch.int32),
+            "num_accepted_tokens": torch.tensor([row.accepted for row in rows], dtype=torch.int32).to(device),
+            "has_initial_state": torch.tensor([row.has_initial_state for row in rows], dtype=torch.bool).to(device),
+        }
+        return cls(
+            num_prefills=len(groups["prefill"]),
+            num_prefill_tokens=sum(groups["prefill"]),
+            num_decodes=len(groups["decode"]),
+            num_decode_tokens=sum(groups["decode"]),
+            num_spec_decodes=len(groups["spec"]),
+            num_spec_decode_tokens=sum(groups["spec"]),
+            num_rows=len(rows),
+            num_tokens=ends[-1],
+            bounds=torch.tensor(bounds, dtype=torch.int64).reshape(-1, 5),
+            is_replay=is_replay,
+            null_slot=null_slot,
+            max_slot=int(table.max()) if table.numel() > 0 else -1,
+            max_accepted=max((row.accepted for row in live), default=1),
+            longest_step=max((row.length for row in live if row.kind(is_replay) != PREFILL), default=0),
+            runs=cut_runs(bounds, **tensors),
+            row_kinds=tuple(
+                -1 if row.length == 0 or row.is_padding else kind for row, kind in zip(rows, kinds, strict=True)
+            ),
+            row_ends=tuple(ends),
+            **tensors,
+        )
+
+    # --- graphs of fixed sizes ----------------------------------------------------------------------------------------
+
+    def pad_to(self, num_rows: int) -> GDNMetadata:
+        """Return the metadata of a captured graph of ``num_rows`` rows: decodes and speculative rows, then padding.
+
+        Padding rows have no tokens (the offsets repeat their last value), slot -1 and one accepted token. A graph
+        captured with it serves any batch of as many rows: fill its tensors with :meth:`copy_`.
+
+        Raises:
+            ValueError: there are more rows than that, or prefills, which no graph of fixed sizes can hold.
+        """
+        if self.num_rows > num_rows:
+            raise ValueError(f"num_rows: expected at least the {self.num_rows} rows there are, got {num_rows}")
+        if any(run.kind not in (STEP, REPLAY) for run in self.runs) or len({run.kind for run in self.runs}) > 1:
+            raise ValueError("num_rows: expected decode and speculative rows only, all in one form, got others too")
+        kind = self.runs[0].kind if self.runs else STEP
+        missing = num_rows - self.num_rows
+        table = torch.nn.functional.pad(self.slots.cpu(), (0, 0, 0, missing), value=-1)
+        accepted = [*self.num_accepted_tokens.tolist(), *[1] * missing]
+        ends = [*self.row_ends, *[self.num_tokens] * missing]
+        rows = [
+            _Row(n, ends[n + 1] - ends[n], slots, True, kind == REPLAY, accepted[n], None)
+            for n, slots in enumerate(table.tolist())
+        ]
+        padded = self._of_rows(rows, ends, table, kind == REPLAY, self.null_slot, self.slots.device)
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        bounds = [[kind, 0, num_rows, 0, self.num_tokens]]
+        fields = {**padded.__dict__, **counts, "bounds": torch.tensor(bounds)}
+        fields["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32).to(self.slots.device)
+        fields["runs"] = cut_runs(bounds, *(fields[name] for name in _RUN_TENSORS))
+        return GDNMetadata(**fields)
+
+    def copy_(self, other: GDNMetadata) -> None:
+        """Put another batch into the tensors of this one, in place, as before the replay of a captured graph.
+
+        Raises:
+            ValueError: the two have other sizes or runs; pad both to the same number of rows.
+        """
+        same_rows = [run[:3] for run in self.runs] == [run[:3] for run in other.runs]
+        if not same_rows or self.slots.shape != other.slots.shape or self.is_replay != other.is_replay:
+            raise ValueError(f"other: expected rows as in {self}, got {other}")
+        for name in (*_RUN_TENSORS, "bounds"):
+            getattr(self, name).copy_(getattr(other, name))
+        self.runs = tuple(
+            run._replace(first_token=new.first_token, end_token=new.end_token)
+            for run, new in zip(self.runs, other.runs, strict=True)
+        )
+        for name in _HOST_FIELDS:
+            setattr(self, name, getattr(other, name))
+        for name in _CACHED:
+            self.__dict__.pop(name, None)
+
+    # --- what kernels of other projects want --------------------------------------------------------------------------
+
+    @property
+    def query_start_loc(self) -> Tensor:
+        """Return the offsets of all rows, int32 [N + 1]."""
+        return torch.tensor(self.row_ends, dtype=torch.int32).to(self.slots.device)
+
+    def _token_indices(self, *kinds: int) -> Tensor:
+        spans = zip(self.row_kinds, pairwise(self.row_ends), strict=True)
+        indices = [i for kind, (start, end) in spans if kind in kinds for i in range(start, end)]
+        return torch.tensor(indices, dtype=torch.int64).to(self.slots.device)
+
+    @cached_property
+    def prefill_token_indices(self) -> Tensor:
+        """Return the tokens of all prefills, int64, in the order of the batch."""
+        return self._token_indices(PREFILL)
+
+    @cached_property
+    def step_token_indices(self) -> Tensor:
+        """Return the tokens of all decode and speculative rows, int64, in the order of the batch."""
+        return self._token_indices(STEP, REPLAY)
+
+    def _prefill_lengths(self) -> list[int]:
+        spans = zip(self.row_kinds, pairwise(self.row_ends), strict=True)
+        return [end - start for kind, (start, end) in spans if kind == PREFILL]
+
+    @cached_property
+    def prefill_query_start_loc(self) -> Tensor:
+        """Return the offsets of the prefills among their own tokens, int32 [num_prefills + 1]."""
+        lengths = torch.tensor([0, *self._prefill_lengths()], dtype=torch.int32)
+        return lengths.cumsum(0, dtype=torch.int32).to(self.slots.device)
+
+    @cached_property
+    def chunk_offsets(self) -> Tensor:
+        """Return where each prefill's chunks of 64 tokens begin among all, int64 [num_prefills + 1]."""
+        counts = [-(-length // CHUNK) for length in self._prefill_lengths()]
+        return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0).to(self.slots.device)
+
+    @cached_property
+    def chunk_indices(self) -> Tensor:
+        """Return the prefill and the place in it of every chunk of 64 tokens, int64 [chunks, 2]."""
+        pairs = [
+            (prefill, chunk)
+            for prefill, length in enumerate(self._prefill_lengths())
+            for chunk in range(-(-length // CHUNK))
+        ]
+        return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).to(self.slots.device)
+
+    def __repr__(self) -> str:
+        kinds = {"prefills": self.num_prefills, "decodes": self.num_decodes, "speculative": self.num_spec_decodes}
+        counts = ", ".join(f"{count} {name}" for name, count in kinds.items())
+        return f"GDNMetadata({self.num_rows} rows: {counts}; {self.num_tokens} tokens, slots {describe(self.slots)})"
+
+
+_COUNTS = (
+    "num_prefills", "num_prefill_tokens", "num_decodes", "num_decode_tokens", "num_spec_decodes",
+    "num_spec_decode_tokens",
+)  # fmt: skip
+_HOST_FIELDS = (*_COUNTS, "num_tokens", "max_slot", "max_accepted", "longest_step", "row_kinds", "row_ends")
+_CACHED = (
+    "prefill_token_indices", "step_token_indices", "prefill_query_start_loc", "chunk_offsets", "chunk_indices",
+)  # fmt: skip
+_RUN_TENSORS = ("cu_seqlens", "slots", "num_accepted_tokens", "has_initial_state")
+
+
+class _Row(NamedTuple):
+    number: int
+    length: int
+    slots: list[int]
+    has_initial_state: bool
+    is_speculative: bool
+    accepted: int
+    is_prefill: bool | None
+
+    @property
+    def is_padding(self) -> bool:
+        return self.slots[0] < 0
+
+    def check(self, columns: int | None) -> None:
+        """Raise where the row's properties contradict each other; ``columns`` is None for the replay form."""
+        if self.is_padding:
+            return
+        if not self.is_speculative:
+            if self.is_prefill is False and self.length > 1:
+                raise ValueError(
+                    f"is_prefill: expected True for row {self.number}, which has {self.length} tokens and is not "
+                    "speculative, got False"
+                )
+            if self.accepted > 1 or self.accepted < 0:
+                raise ValueError(
+                    f"num_accepted_tokens: expected 1 for row {self.number}, which is not speculative, got "
+                    f"{self.accepted}; GDNStateCache.commit() ends the speculation of a request"
+                )
+            return
+        most = MAX_SPEC_COLUMNS if columns is None else columns
+        if not self.has_initial_state:
+            raise ValueError(f"is_speculative: expected False for row {self.number}, which has no initial state")
+        if self.is_prefill:
+            raise ValueError(f"is_prefill: expected False for row {self.number}, which is speculative")
+        if self.length > most:
+            raise ValueError(
+                f"query_start_loc: expected at most {most} tokens in row {self.number}, which is speculative, got "
+                f"{self.length}"
+            )
+        if not 0 <= self.accepted <= most:
+            raise ValueError(
+                f"num_accepted_tokens: expected a value in [0, {most}] for row {self.number}, got {self.accepted}"
+            )
+
+    def kind(self, is_replay: bool) -> int:
+        if self.is_padding:
+            return STEP if self.length <= len(self.slots) else SKIP
+        if self.is_speculative:
+            return REPLAY if is_replay else STEP
+        is_prefill = self.is_prefill
+        if is_prefill is None:
+            is_prefill = self.length > 1
+        # A row without an initial state must not read its slot, as a step would.
+        return PREFILL if is_prefill or not self.has_initial_state else STEP
+
+
+def _joined(rows: list[_Row], is_replay: bool) -> list[int]:
+    """Return the kind of run that each row is in: rows that fit into several kinds end no run if they can help it."""
+    kinds = [row.kind(is_replay) for row in rows]
+    before = next((kind for kind, row in zip(kinds, rows, strict=True) if row.length > 0), STEP)
+    joined = []
+    for row, kind in zip(rows, kinds, strict=True):
+        is_short_padding = row.is_padding and row.length == 1 and before in (STEP, REPLAY)
+        before = before if row.length == 0 or is_short_padding else kind
+        joined.append(before)
+    return joined
+
+
+def _bounds(joined: list[int], ends: list[int]) -> list[list[int]]:
+    """Return [kind, first row, end row, first token, end token] of every run of rows of one kind."""
+    bounds, first = [], 0
+    for kind, members in groupby(joined):
+        end = first + len(list(members))
+        bounds.append([kind, first, end, ends[first], ends[end]])
+        first = end
+    return bounds
+
+
+def _integers(name: str, values: Integers, count: int | None) -> list[int]:
+    if isinstance(values, Tensor):
+        tensor(name, values, [count if count is not None else "N+1"], (torch.int32, torch.int64))
+        return [int(value) for value in values.tolist()]
+    if not isinstance(values, Sequence) or not all(isinstance(value, int) for value in values):
+        raise TypeError(f"{name}: expected integers, got {describe(values)}")
+    if count is not None and len(values) != count:
+        raise ValueError(f"{name}: expected {count} values, one a row, got {len(values)}")
+    return list(values)
+
+
+def _flags(name: str, values: Booleans | None, count: int, default: bool) -> list[bool]:
+    if values is None:
+        return [default] * count
+    if isinstance(values, Tensor):
+        tensor(name, values, [count], (torch.bool,))
+        return [bool(value) for value in values.tolist()]
+    if not isinstance(values, Sequence) or not all(isinstance(value, bool) for value in values):
+        raise TypeError(f"{name}: expected booleans, got {describe(values)}")
+    if len(values) != count:
+        raise ValueError(f"{name}: expected {count} values, one a row, got {len(values)}")
+    return list(values)
+
+
+def _is_one_slot(slots: Integers | Sequence[Sequence[int]]) -> bool:
+    if isinstance(slots, Tensor):
+        return slots.dim() == 1
+    return not any(isinstance(row, (Sequence, Tensor)) for row in slots)
+
+
+def _table(slots: Integers | Sequence[Sequence[int]], count: int, null_slot: int | None) -> Tensor:
+    """Return the slots as a table [N, S] on the host, null slots as -1."""
+    if not isinstance(slots, Tensor):
+        try:
+            slots = torch.tensor(slots, dtype=torch.int64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"slots: expected [N] or [N, S] integers, got {describe(slots)}: {error}") from None
+        if slots.numel() == 0 and count == 0:
+            slots = slots.reshape(0, 1)
+    tensor("slots", slots, [count] if slots.dim() == 1 else [count, "S"], (torch.int32, torch.int64))
+    table = slots.cpu().reshape(count, -1 if count else 1) if slots.dim() == 1 else slots.cpu()
+    if not 1 <= table.shape[1] <= MAX_SPEC_COLUMNS:
+        raise ValueError(f"slots: expected 1 to {MAX_SPEC_COLUMNS} columns, got {describe(slots)}")
+    return table if null_slot is None else table.masked_fill(table == null_slot, -1)
