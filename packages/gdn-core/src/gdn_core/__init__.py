@@ -9,7 +9,7 @@ from __future__ import annotations
 from . import _schema, reference
 from ._dispatch import Explanation, record_calls, use_backend
 from ._registry import BackendInfo, backends, core_version
-from .attention import GDNLayerParams, GDNMetadata, GDNStateCache, gdn_attention
+from .attention import GatedDeltaNet, GDNLayerParams, GDNMetadata, GDNStateCache, gdn_attention
 from .ops import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -41,6 +41,7 @@ __all__ = [
     "GDNLayerParams",
     "GDNMetadata",
     "GDNStateCache",
+    "GatedDeltaNet",
     "ReplayRecords",
     "backends",
     "causal_conv1d_fn",

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention layer: states of requests, the rows of a batch, and the layer's core over any mix of them."""
+"""The attention layer: states of requests, the rows of a batch, and the layer over any mix of them."""
 
 from __future__ import annotations
 
 from .cache import GDNSnapshot, GDNStateCache
 from .core import gdn_attention
 from .metadata import GDNMetadata
+from .module import GatedDeltaNet
 from .params import GDNLayerParams
 
-__all__ = ["GDNLayerParams", "GDNMetadata", "GDNSnapshot", "GDNStateCache", "gdn_attention"]
+__all__ = ["GDNLayerParams", "GDNMetadata", "GDNSnapshot", "GDNStateCache", "GatedDeltaNet", "gdn_attention"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch, _schema, ops
-from .._validate import debugging, has_data, tensor, writable
+from .._validate import debugging, describe, has_data, tensor, writable
 from ..records import ReplayRecords
 from .cache import GDNStateCache
 from .metadata import PREFILL, REPLAY, SKIP, GDNMetadata, Run, cut_runs
@@ -24,6 +24,9 @@ from .params import GDNLayerParams, conv_channels
 
 if TYPE_CHECKING:
     from .module import GatedDeltaNet
+
+
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 class _Core(NamedTuple):
@@ -133,7 +136,34 @@ def split_heads(
 # --- checks: of everything that an operation could refuse after another one has changed a state -----------------------
 
 
+def _fits(core: _Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> bool:
+    """Tell cheaply whether a call without records is plainly right; :func:`_check` looks closer at any other."""
+    try:
+        tokens, channels = mixed_qkv.shape
+        heads, value_dim = core.state.shape[1], core.norm_weight.shape[0]
+        device = mixed_qkv.device
+        return bool(
+            core.records is None
+            and a.shape == b.shape == (tokens, heads)
+            and z.shape == out.shape == (tokens, heads, value_dim)
+            and a.dtype in _FLOATS and b.dtype in _FLOATS and z.dtype in _FLOATS and out.dtype in _FLOATS
+            and a.device == b.device == z.device == out.device == core.state.device == device
+            and out.is_contiguous()
+            and core.A_log.shape[0] == heads
+            and core.conv_weight.shape[0] == core.conv_states.shape[1] == channels
+            and core.conv_states.shape[0] == core.state.shape[0]
+            and core.conv_states.shape[2] >= core.conv_weight.shape[1] - 1
+            and core.state.shape[3 - core.state_v_first] == value_dim
+            and core.state.shape[2 + core.state_v_first] == core.head_k_dim
+            and 2 * core.num_key_heads * core.head_k_dim + heads * value_dim == channels
+        )  # fmt: skip
+    except (AttributeError, IndexError, ValueError):
+        return False
+
+
 def _check(core: _Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
+    if _fits(core, mixed_qkv, a, b, z, out):
+        return
     value_heads, value_dim, key_dim = core.A_log.shape[0], core.head_v_dim, core.head_k_dim
     channels = conv_channels(core.num_key_heads, value_heads, key_dim, value_dim)
     tensor("mixed_qkv", mixed_qkv, ["T", channels])
@@ -150,6 +180,9 @@ def _check(core: _Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out:
         raise ValueError(
             f"cache.conv_states: expected a state_len of at least {width - 1}, got {core.conv_states.shape[2]}"
         )
+    for name, value in {"a": a, "b": b, "z": z, "out": out, "cache.state": core.state}.items():
+        if value.device != mixed_qkv.device:
+            raise ValueError(f"{name}: expected device {mixed_qkv.device} (of mixed_qkv), got {value.device}")
     if core.records is not None:
         _check_records(core, core.records, mixed_qkv)
 
@@ -252,8 +285,9 @@ def gdn_attention(
         cache.state, cache.records, cache.state_v_first, cache.null_slot,
     )  # fmt: skip
     if out is None:
-        tensor("z", z, ["T", "HV", "V"])
-        tensor("mixed_qkv", mixed_qkv, ["T", "C"])
+        for name, value in (("mixed_qkv", mixed_qkv), ("z", z)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
         out = torch.empty(z.shape, dtype=mixed_qkv.dtype, device=z.device)
     if _dispatch.is_traced():
         torch.ops.gdn.gdn_attention.default(*_flat(core, mixed_qkv, a, b, z, metadata, out))
