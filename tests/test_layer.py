@@ -195,7 +195,8 @@ def split_at_core(graph_module, example_inputs):
         pieces += is_core
         owner[node] = pieces
         pieces += is_core
-    split = split_module(graph_module, None, lambda node: owner[node])
+    # What an op changes in place, no edge of the graph shows: only the order does.
+    split = split_module(graph_module, None, lambda node: owner[node], keep_original_order=True)
     split_at_core.pieces.append(len(list(split.children())))
     return split
 

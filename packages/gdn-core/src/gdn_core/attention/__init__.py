@@ -4,9 +4,19 @@
 from __future__ import annotations
 
 from .cache import GDNSnapshot, GDNStateCache
+from .converters import metadata_from_sglang, metadata_from_vllm
 from .core import gdn_attention
 from .metadata import GDNMetadata
 from .module import GatedDeltaNet
 from .params import GDNLayerParams
 
-__all__ = ["GDNLayerParams", "GDNMetadata", "GDNSnapshot", "GDNStateCache", "GatedDeltaNet", "gdn_attention"]
+__all__ = [
+    "GDNLayerParams",
+    "GDNMetadata",
+    "GDNSnapshot",
+    "GDNStateCache",
+    "GatedDeltaNet",
+    "gdn_attention",
+    "metadata_from_sglang",
+    "metadata_from_vllm",
+]

@@ -83,10 +83,11 @@ def _projection(state: dict[str, Tensor], prefix: str, heads: Heads) -> tuple[Te
         return (*qkv.split(heads.sizes()[:3]), z, b, a)
     interleaved = [f"{prefix}in_proj_{name}.weight" for name in ("qkvz", "ba")]
     if all(name in state for name in interleaved):
-        return _deinterleave(*(state.pop(name) for name in interleaved), heads)
+        qkvz, ba = (state.pop(name) for name in interleaved)
+        return _deinterleave(qkvz, ba, heads)
     own = state.get(f"{prefix}in_proj.weight")
     if own is not None and own.shape[0] == sum(heads.sizes()):
-        return own.split(heads.sizes())
+        return tuple(own.split(heads.sizes()))
     return None
 
 

@@ -42,8 +42,9 @@ class GatedDeltaNet(nn.Module):
         >>> import torch, gdn_core
         >>> layer = gdn_core.GatedDeltaNet(32, num_key_heads=2, num_value_heads=4, head_k_dim=16, head_v_dim=16)
         >>> cache = layer.make_cache(8)
+        >>> rows = gdn_core.GDNMetadata.build([0, 5], [3], has_initial_state=[False])
         >>> with torch.no_grad():
-        ...     prompt = layer(torch.randn(5, 32), cache, gdn_core.GDNMetadata.build([0, 5], [3], has_initial_state=[False]))
+        ...     prompt = layer(torch.randn(5, 32), cache, rows)
         ...     token = layer(torch.randn(1, 32), cache, gdn_core.GDNMetadata.build([0, 1], [3]))
         >>> prompt.shape, token.shape
         (torch.Size([5, 32]), torch.Size([1, 32]))
