@@ -2,6 +2,7 @@
 """gdn_attention: any mix of rows, against each row alone and against float64."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -260,6 +261,19 @@ def test_nothing_to_do_changes_nothing(impl, rows):
     _, before, after, out = run_mix(rows, "slots")
     assert out.shape == (0, HV, V)
     check_untouched(after, before, [], "slots")
+
+
+@IN_BOTH_FORMS
+@pytest.mark.parametrize("neighbour", [Row(5, (9,), False), Row(1, (12,))], ids=["prefill", "decode"])
+def test_a_speculating_request_may_sit_out_a_step(impl, form, neighbour):
+    """Its row without tokens changes nothing, least of all its records."""
+    held = cases.randomized(cases.cache(form), 2)
+    rows = [neighbour, Row(0, (4, 5, 6, 7), is_speculative=True, accepted=3), replace(neighbour, slots=(20,))]
+    cases.prepare(held, [rows[0], rows[2]])
+    before = cases.clone(held)
+    batch = cases.random_inputs(2 * neighbour.length, 2)
+    batch.run(LAYER, held, cases.metadata_of(rows, form))
+    check_untouched(held, before, rows, form)
 
 
 # --- speculation ------------------------------------------------------------------------------------------------------

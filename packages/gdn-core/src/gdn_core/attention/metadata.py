@@ -76,8 +76,8 @@ class GDNMetadata:
         num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens, num_spec_decodes, num_spec_decode_tokens:
             rows that have tokens and are no padding, and their tokens, by kind.
         num_rows, num_tokens: N, padding included, and the tokens that the rows cover.
-        slots: int32 [N, S], each row's slots in the pools; one that repeats no slot is filled up with -1.
-        num_accepted_tokens: int32 [N].
+        slots: int32 [N, S], each row's slots in the pools; -1 in padding rows and in rows without tokens.
+        num_accepted_tokens: int32 [N]; 1 in rows that do not speculate.
         has_initial_state: bool [N].
         bounds: int64 [R, 5] on the host, the runs of rows of one kind: kind, first and end row, first and end token.
         cu_seqlens: int32 [N + R], the offsets of every run from its own first token, one after the other.
@@ -162,6 +162,9 @@ class GDNMetadata:
             raise ValueError(f"query_start_loc: expected non-decreasing offsets from 0, got {ends}")
         count = len(ends) - 1
         table = _table(slots, count, null_slot)
+        # A row without tokens keeps its state in any run of rows: as padding it does in the replay form too.
+        is_empty = torch.tensor([start == end for start, end in pairwise(ends)], dtype=torch.bool)
+        table = table.masked_fill(is_empty[:, None], -1)
         initial = _flags("has_initial_state", has_initial_state, count, True)
         speculative = _flags("is_speculative", is_speculative, count, False)
         accepted = [1] * count
@@ -210,7 +213,9 @@ class GDNMetadata:
         tensors = {
             "cu_seqlens": torch.tensor(offsets, dtype=torch.int32).to(device),
             "slots": table.to(device, torch.int32),
-            "num_accepted_tokens": torch.tensor([row.accepted for row in rows], dtype=torch.int32).to(device),
+            "num_accepted_tokens": torch.tensor(
+                [row.accepted if row.is_speculative and not row.is_padding else 1 for row in rows], dtype=torch.int32
+            ).to(device),
             "has_initial_state": torch.tensor([row.has_initial_state for row in rows], dtype=torch.bool).to(device),
         }
         return cls(
@@ -257,7 +262,7 @@ class GDNMetadata:
         accepted = [*self.num_accepted_tokens.tolist(), *[1] * missing]
         ends = [*self.row_ends, *[self.num_tokens] * missing]
         rows = [
-            _Row(n, ends[n + 1] - ends[n], slots, True, kind == REPLAY, accepted[n], None)
+            _Row(n, ends[n + 1] - ends[n], slots, True, True, accepted[n], None)
             for n, slots in enumerate(table.tolist())
         ]
         padded = self._of_rows(rows, ends, table, kind == REPLAY, self.null_slot, self.slots.device)
