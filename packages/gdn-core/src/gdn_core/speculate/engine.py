@@ -106,8 +106,27 @@ class Engine:
             changes no bit.
         exact: run the target :class:`row_by_row`, so that tokens do not depend on drafts or on other requests at all.
 
+    Raises:
+        ValueError: the caches differ, or a limit is too low.
+
     Example:
-        See "Any mix of rows" in the README.
+        >>> import torch, gdn_core
+        >>> from gdn_core.speculate import Engine, PromptLookup
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding, self.head = torch.nn.Embedding(9, 32), torch.nn.Linear(32, 9)
+        ...         self.layer = gdn_core.GatedDeltaNet(32, 2, 4, 16, 16)
+        ...         self.caches = [self.layer.make_cache(8, S=4, replay=True)]
+        ...     def forward(self, batch):
+        ...         x = self.embedding(batch.tokens)
+        ...         x = x + self.layer(x, self.caches[0], batch.metadata)
+        ...         return x, self.head(x)
+        >>> engine = Engine(Model(), PromptLookup())
+        >>> request = engine.add([1, 2, 3], max_new_tokens=5)
+        >>> engine.run()
+        >>> len(request.generated)
+        5
     """
 
     def __init__(
