@@ -148,7 +148,7 @@ def test_a_snapshot_goes_into_any_slot_of_either_layout(form, state_v_first):
 
 @pytest.mark.report("C15")
 @IN_BOTH_FORMS
-def test_a_converted_layout_goes_on_as_before(native_impl, form):
+def test_a_converted_layout_goes_on_as_before(impl, form):
     """Values are transposed, never reinterpreted: K and V differ here, and the states are not symmetric."""
     rows = [Row(1, (3,)), Row(5, (4,)), Row(2, (5, 6), is_speculative=True, accepted=2)]
     cache = held(form)

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+import gdn_core
 from contract_calls import same_bits
 from gdn_core.speculate import ContextCache, Engine, PromptLookup, row_by_row
 from speculate_models import VOCABULARY, BlockDrafter, Target, Told
@@ -45,6 +46,13 @@ def plain():
     return rows
 
 
+def same(actual, expected):
+    """Compare two passes: bit for bit, but on the reference up to torch's vector tails."""
+    if any(backend.name == "cpu" and backend.available for backend in gdn_core.backends()):
+        return same_bits(actual, expected)
+    return torch.allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 def drafters(plain):
     texts = [[*prompt, *generated] for prompt, (generated, _) in zip(PROMPTS, plain, strict=True)]
     return {"block": BlockDrafter(), "lookup": PromptLookup(least=1), "told": Told(texts)}
@@ -52,7 +60,7 @@ def drafters(plain):
 
 @pytest.mark.parametrize("form", CACHES)
 @pytest.mark.parametrize("kind", ["block", "lookup", "told"])
-def test_speculation_generates_the_very_tokens_of_plain_decoding(cpu_backend, plain, form, kind):
+def test_speculation_generates_the_very_tokens_of_plain_decoding(plain, form, kind):
     target, drafter = Target(**CACHES[form]), drafters(plain)[kind]
     engine, requests = generate(target, drafter)
     for request, (generated, _) in zip(requests, plain, strict=True):
@@ -68,7 +76,7 @@ def test_speculation_generates_the_very_tokens_of_plain_decoding(cpu_backend, pl
 
 
 @pytest.mark.parametrize("form", CACHES)
-def test_the_drafters_context_is_rolled_back_to_what_was_accepted(cpu_backend, plain, form):
+def test_the_drafters_context_is_rolled_back_to_what_was_accepted(plain, form):
     """After each pass a slot holds the hidden states of the tokens that stayed, the bits of plain decoding."""
     drafter = BlockDrafter()
     engine = Engine(Target(**CACHES[form]), drafter, max_rows=3, prefill_tokens=64, exact=True)
@@ -80,12 +88,12 @@ def test_the_drafters_context_is_rolled_back_to_what_was_accepted(cpu_backend, p
             if request._slots and not request.is_finished:
                 context = drafter.context.get(request._slots[0])
                 assert len(context) == request._num_seen
-                assert same_bits(context, hidden[: len(context)])
+                assert same(context, hidden[: len(context)])
                 checked += 1
     assert checked > 20
 
 
-def test_in_fast_mode_every_token_is_a_near_best_one(cpu_backend):
+def test_in_fast_mode_every_token_is_a_near_best_one():
     """Without `exact` rounding may decide between the two best tokens, but nothing else may change."""
     target = Target(S=4)
     engine, requests = generate(target, PromptLookup(least=1), exact=False)
@@ -115,7 +123,7 @@ def all_logits(engine, text, judge):
 
 
 @pytest.mark.parametrize("form", CACHES)
-def test_slots_go_round(cpu_backend, plain, form):
+def test_slots_go_round(plain, form):
     """A pool that holds two requests at a time serves any number, each as if it were alone."""
     num_slots = 8 if form == "slots" else 2
     target = Target(num_slots, **CACHES[form])
@@ -123,7 +131,7 @@ def test_slots_go_round(cpu_backend, plain, form):
     assert [request.generated for request in requests] == [generated for generated, _ in plain]
 
 
-def test_a_stop_token_ends_a_request_where_it_stands(cpu_backend, plain):
+def test_a_stop_token_ends_a_request_where_it_stands(plain):
     generated = plain[0][0]
     stop = generated[7]
     engine = Engine(Target(S=4), PromptLookup(least=1), exact=True)
@@ -132,7 +140,7 @@ def test_a_stop_token_ends_a_request_where_it_stands(cpu_backend, plain):
     assert request.generated == generated[: generated.index(stop) + 1]
 
 
-def test_a_null_slot_is_never_used(cpu_backend, plain):
+def test_a_null_slot_is_never_used(plain):
     target = Target(S=4, null_slot=0)
     _, requests = generate(target, PromptLookup(least=1))
     assert all(0 not in batch.slots for batch in target.batches)
@@ -165,7 +173,7 @@ class TooMany(PromptLookup):
         return [[0] * (limit + 1) for limit in limits]
 
 
-def test_a_drafter_that_proposes_too_much_is_named(cpu_backend):
+def test_a_drafter_that_proposes_too_much_is_named():
     engine = Engine(Target(S=4), TooMany())
     engine.add((1, 2), 9)
     with pytest.raises(ValueError, match="drafter: expected at most 3 tokens, got 4"):

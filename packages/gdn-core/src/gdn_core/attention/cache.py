@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,6 +113,7 @@ class GDNStateCache:
         self.conv_states, self.state, self.records = conv_states, state, records
         self.conv_width, self.state_v_first, self.null_slot = conv_width, state_v_first, null_slot
         self.S: int = conv_states.shape[2] - conv_width + 2
+        self._fits: tuple[Any, ...] = ()
 
     @classmethod
     def from_tensors(
@@ -193,6 +196,23 @@ class GDNStateCache:
             state_dtype=state_dtype, S=S, replay=replay, device="meta",
         )  # fmt: skip
         return num_bytes // one.nbytes
+
+    # --- which layer it belongs to, so that only the first call has to find out ---------------------------------------
+
+    def is_known_to_fit(self, layer: object) -> bool:
+        """Say whether this layer was checked against these very pools."""
+        known = self._fits
+        return (
+            len(known) == 4
+            and known[0]() is layer
+            and known[1] is self.state
+            and known[2] is self.conv_states
+            and known[3] is self.records
+        )
+
+    def remember_to_fit(self, layer: object) -> None:
+        """Note that this layer was checked against these pools."""
+        self._fits = (weakref.ref(layer), self.state, self.conv_states, self.records)
 
     # --- slots --------------------------------------------------------------------------------------------------------
 

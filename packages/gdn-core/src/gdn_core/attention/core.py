@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch, _schema, ops
-from .._validate import debugging, describe, has_data, tensor, writable
+from .._validate import debugging, describe, has_data, same_dtype, tensor, writable
 from ..records import ReplayRecords
 from .cache import GDNStateCache
 from .metadata import PREFILL, REPLAY, SKIP, GDNMetadata, Run, cut_runs
@@ -54,7 +54,7 @@ class _Core(NamedTuple):
 
     def run(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, runs: Sequence[Run], out: Tensor) -> None:
         """Fill ``out``: every row of it."""
-        convolved = torch.empty(mixed_qkv.shape, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
+        convolved = torch.empty_like(mixed_qkv, memory_format=torch.contiguous_format)
         if len(runs) == 1 and runs[0].kind not in (PREFILL, SKIP):
             self.step(mixed_qkv, a, b, z, runs[0], convolved, out)  # which zeroes what its rows do not cover
             return
@@ -136,61 +136,64 @@ def split_heads(
 # --- checks: of everything that an operation could refuse after another one has changed a state -----------------------
 
 
-def _fits(core: _Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> bool:
-    """Tell cheaply whether a call without records is plainly right; :func:`_check` looks closer at any other."""
+def _inputs_fit(core: _Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> bool:
+    """Tell in 2 us whether the inputs are plainly right; :func:`_check_inputs` looks closer at any others."""
     try:
-        tokens, channels = mixed_qkv.shape
-        heads, value_dim = core.state.shape[1], core.norm_weight.shape[0]
-        device = mixed_qkv.device
+        shape = z.shape
+        gates = shape[:2]
+        device = core.state.device
         return bool(
-            core.records is None
-            and a.shape == b.shape == (tokens, heads)
-            and z.shape == out.shape == (tokens, heads, value_dim)
+            mixed_qkv.shape == (shape[0], core.conv_weight.shape[0])
+            and a.shape == gates
+            and b.shape == gates
+            and shape[1:] == (core.A_log.shape[0], core.norm_weight.shape[0])
+            and out.shape == shape and out.is_contiguous()
             and a.dtype in _FLOATS and b.dtype in _FLOATS and z.dtype in _FLOATS and out.dtype in _FLOATS
-            and a.device == b.device == z.device == out.device == core.state.device == device
-            and out.is_contiguous()
-            and core.A_log.shape[0] == heads
-            and core.conv_weight.shape[0] == core.conv_states.shape[1] == channels
-            and core.conv_states.shape[0] == core.state.shape[0]
-            and core.conv_states.shape[2] >= core.conv_weight.shape[1] - 1
-            and core.state.shape[3 - core.state_v_first] == value_dim
-            and core.state.shape[2 + core.state_v_first] == core.head_k_dim
-            and 2 * core.num_key_heads * core.head_k_dim + heads * value_dim == channels
+            and mixed_qkv.dtype in _FLOATS and (core.records is None or core.records.k.dtype == mixed_qkv.dtype)
+            and mixed_qkv.device == a.device == b.device == z.device == out.device == device
         )  # fmt: skip
-    except (AttributeError, IndexError, ValueError):
+    except AttributeError:
         return False
 
 
-def _check(core: _Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
-    if _fits(core, mixed_qkv, a, b, z, out):
+def _check_inputs(core: _Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, out: Tensor) -> None:
+    if _inputs_fit(core, mixed_qkv, a, b, z, out):
         return
-    value_heads, value_dim, key_dim = core.A_log.shape[0], core.head_v_dim, core.head_k_dim
-    channels = conv_channels(core.num_key_heads, value_heads, key_dim, value_dim)
-    tensor("mixed_qkv", mixed_qkv, ["T", channels])
+    heads, value_dim = core.A_log.shape[0], core.head_v_dim
+    tensor("mixed_qkv", mixed_qkv, ["T", core.conv_weight.shape[0]])
     tokens = mixed_qkv.shape[0]
-    tensor("a", a, [tokens, value_heads])
-    tensor("b", b, [tokens, value_heads])
-    tensor("z", z, [tokens, value_heads, value_dim])
-    writable("out", out, [tokens, value_heads, value_dim])
+    tensor("a", a, [tokens, heads])
+    tensor("b", b, [tokens, heads])
+    tensor("z", z, [tokens, heads, value_dim])
+    writable("out", out, [tokens, heads, value_dim])
+    for name, value in {"mixed_qkv": mixed_qkv, "a": a, "b": b, "z": z, "out": out}.items():
+        if value.device != core.state.device:
+            raise ValueError(f"{name}: expected device {core.state.device} (of cache.state), got {value.device}")
+    if core.records is not None:
+        same_dtype("mixed_qkv", mixed_qkv, "cache.records.k", core.records.k)
+
+
+def _check_cache(core: _Core) -> None:
+    """Check that a cache is one of this layer."""
+    heads, value_dim, key_dim = core.A_log.shape[0], core.head_v_dim, core.head_k_dim
+    channels = conv_channels(core.num_key_heads, heads, key_dim, value_dim)
+    tensor("conv_weight", core.conv_weight, [channels, "W"])
     inner = [value_dim, key_dim] if core.state_v_first else [key_dim, value_dim]
-    tensor("cache.state", core.state, ["P", value_heads, *inner])
+    tensor("cache.state", core.state, ["P", heads, *inner])
     tensor("cache.conv_states", core.conv_states, [core.state.shape[0], channels, "state_len"])
     width = core.conv_weight.shape[1]
     if core.conv_states.shape[2] < width - 1:
         raise ValueError(
             f"cache.conv_states: expected a state_len of at least {width - 1}, got {core.conv_states.shape[2]}"
         )
-    for name, value in {"a": a, "b": b, "z": z, "out": out, "cache.state": core.state}.items():
-        if value.device != mixed_qkv.device:
-            raise ValueError(f"{name}: expected device {mixed_qkv.device} (of mixed_qkv), got {value.device}")
     if core.records is not None:
-        _check_records(core, core.records, mixed_qkv)
+        _check_records(core, core.records)
 
 
-def _check_records(core: _Core, records: ReplayRecords, mixed_qkv: Tensor) -> None:
+def _check_records(core: _Core, records: ReplayRecords) -> None:
     slots, heads = core.state.shape[:2]
-    wide = torch.float64 if mixed_qkv.dtype == torch.float64 else torch.float32
-    tensor("cache.records.k", records.k, [slots, "S", core.num_key_heads, core.head_k_dim], (mixed_qkv.dtype,))
+    tensor("cache.records.k", records.k, [slots, "S", core.num_key_heads, core.head_k_dim])
+    wide = torch.float64 if records.k.dtype == torch.float64 else torch.float32
     tensor("cache.records.u", records.u, [slots, records.k.shape[1], heads, core.head_v_dim], (wide,))
     tensor("cache.records.decay", records.decay, [slots, records.k.shape[1], heads], (wide,))
     tensor("cache.records.live", records.live, [slots], (torch.int32,))
@@ -288,11 +291,14 @@ def gdn_attention(
         for name, value in (("mixed_qkv", mixed_qkv), ("z", z)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
-        out = torch.empty(z.shape, dtype=mixed_qkv.dtype, device=z.device)
+        out = torch.empty_like(z, dtype=mixed_qkv.dtype, memory_format=torch.contiguous_format)
     if _dispatch.is_traced():
         torch.ops.gdn.gdn_attention.default(*_flat(core, mixed_qkv, a, b, z, metadata, out))
         return out
-    _check(core, mixed_qkv, a, b, z, out)
+    if not cache.is_known_to_fit(layer):
+        _check_cache(core)
+        cache.remember_to_fit(layer)
+    _check_inputs(core, mixed_qkv, a, b, z, out)
     _check_batch(cache, metadata, mixed_qkv.shape[0])
     if cache.records is not None:
         _check_records_live(cache.records, metadata.runs)
@@ -350,7 +356,8 @@ def _check_rows(
 
 def _run_flat(*flat: Any) -> None:
     core, inputs, (bounds, *rows), out = _unflatten(flat)
-    _check(core, *inputs, out)
+    _check_cache(core)
+    _check_inputs(core, *inputs, out)
     _check_rows(core, bounds, *rows)
     runs = cut_runs(bounds.tolist(), *rows)
     if core.records is not None:
@@ -360,7 +367,8 @@ def _run_flat(*flat: Any) -> None:
 
 def _fake_flat(*flat: Any) -> None:
     core, inputs, (bounds, *rows), out = _unflatten(flat)
-    _check(core, *inputs, out)
+    _check_cache(core)
+    _check_inputs(core, *inputs, out)
     _check_rows(core, bounds, *rows)
 
 
