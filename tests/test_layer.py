@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GatedDeltaNet module: against transformers' layers, split over processes, compiled."""
 
-import os
 import socket
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import gdn_core
+import layer_ranks
 from contract_calls import same_bits
 from gdn_core import GatedDeltaNet, GDNMetadata
 
@@ -122,44 +121,23 @@ def test_the_layer_can_be_trained_without_a_cache():
 # --- tensor parallelism -----------------------------------------------------------------------------------------------
 
 
-def rank_main(rank, port, family, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    config, layer = theirs(family)
-    module = ours(config, layer, key_heads=(rank, rank + 1))
-    outputs = []
-    with torch.no_grad():
-        cache = module.make_cache(4)
-        for metadata, hidden in tp_steps(config):
-            part = module(hidden, cache, metadata)
-            torch.distributed.all_reduce(part)
-            outputs.append(part)
-    torch.distributed.destroy_process_group()
-    if rank == 0:
-        torch.save(torch.cat(outputs), results)
-
-
-def tp_steps(config):
-    hidden = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    yield GDNMetadata.build([0, 7], [3], has_initial_state=[False]), hidden[:7]
-    yield GDNMetadata.build([0, 1], [3]), hidden[7:8]
-    yield GDNMetadata.build([0, 1], [3]), hidden[8:]
-
-
-@FAMILY
-def test_two_ranks_sum_to_one(family, tmp_path):
+def test_two_ranks_sum_to_one(tmp_path):
+    sizes = {
+        "hidden_size": SIZES["hidden_size"],
+        "num_key_heads": SIZES["linear_num_key_heads"],
+        "num_value_heads": SIZES["linear_num_value_heads"],
+        "head_k_dim": SIZES["linear_key_head_dim"],
+        "head_v_dim": SIZES["linear_value_head_dim"],
+    }
+    for family in FAMILIES:
+        torch.save((sizes, theirs(family)[1].state_dict()), tmp_path / f"{family}.pt")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    results = tmp_path / "outputs.pt"
-    mp.spawn(rank_main, (port, family, results), nprocs=2)
-    config, layer = theirs(family)
-    module = ours(config, layer)
-    cache = module.make_cache(4)
-    with torch.no_grad():
-        expected = [module(hidden, cache, metadata) for metadata, hidden in tp_steps(config)]
-    assert error(torch.load(results), torch.cat(expected)) <= 1e-5
+    torch.multiprocessing.spawn(layer_ranks.main, (port, tmp_path, list(FAMILIES)), nprocs=2)
+    for family in FAMILIES:
+        expected = layer_ranks.outputs(sizes, torch.load(tmp_path / f"{family}.pt")[1])
+        assert error(torch.load(tmp_path / f"{family}.out.pt"), expected) <= 1e-5
 
 
 @pytest.mark.parametrize("key_heads", [(0, 3), (1, 1), (-1, 1)])
