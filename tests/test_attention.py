@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """gdn_attention: any mix of rows, against each row alone and against float64."""
 
+import inspect
 import random
 from dataclasses import replace
 
@@ -9,10 +10,11 @@ import torch
 
 import attention_cases as cases
 import gdn_core
-from attention_cases import FORMS, HV, Row, S, V, W
+from attention_cases import FORMS, HV, K, Row, S, V, W
 from contract_calls import agree, same_bits
 from gdn_core import GDNMetadata, GDNStateCache
 from gdn_core.testing import relative_error
+from report_calls import distant_slots
 
 IN_BOTH_FORMS = pytest.mark.parametrize("form", FORMS)
 LAYER = cases.layer()
@@ -476,6 +478,49 @@ def test_a_gradient_is_refused_and_not_dropped():
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.report("C20")
+def test_every_parameter_is_named():
+    signature = inspect.signature(gdn_core.gdn_attention)
+    assert list(signature.parameters) == ["mixed_qkv", "a", "b", "z", "layer", "cache", "metadata", "out"]
+    assert signature.parameters["out"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.report("B22")
+@IN_BOTH_FORMS
+def test_threads_change_no_bit(native_impl, form):
+    rows = cases.random_rows(31, form, count=10)
+    _, _, expected_cache, expected = run_mix(rows, form, seed=31)
+    for threads in (2, 3, 7, 16):
+        torch.set_num_threads(threads)
+        _, _, after, out = run_mix(rows, form, seed=31)
+        assert same_bits(out, expected)
+        assert same_bits(after.state, expected_cache.state)
+
+
+@pytest.mark.report("C14")
+@IN_BOTH_FORMS
+def test_views_of_a_projection_are_as_good_as_tensors_of_their_own(native_impl, form):
+    rows = cases.random_rows(32, form, count=10)
+    batch, before, after, out = run_mix(rows, form, seed=32)
+    packed = cases.Inputs(*(x.contiguous() for x in (batch.mixed_qkv, batch.a, batch.b, batch.z)))
+    assert not batch.mixed_qkv.is_contiguous()
+    assert same_bits(packed.run(LAYER, before, cases.metadata_of(rows, form)), out)
+    assert same_bits(before.state, after.state)
+
+
+@pytest.mark.report("B07")
+def test_slots_beyond_32_bit_offsets(native_impl):
+    """Slot 2 begins 2^32 elements into the pool."""
+    state = distant_slots(3, (HV, K, V), 2**31)
+    near = cases.cache("slots", num_slots=3)
+    far = GDNStateCache.from_tensors(near.conv_states.clone(), state)
+    for seed, row in enumerate([Row(5, (2,), False), Row(1, (2,)), Row(2, (2, 1), is_speculative=True)]):
+        batch, metadata = cases.random_inputs(row.length, seed), cases.metadata_of([row], "slots")
+        assert same_bits(batch.run(LAYER, far, metadata), batch.run(LAYER, near, metadata))
+    assert same_bits(far.state[2], near.state[2])
+
+
+@pytest.mark.report("C16")
 @IN_BOTH_FORMS
 def test_pools_may_be_views_and_the_null_slot_is_padding(native_impl, form):
     """An engine's pools: slots apart, conv states channel by channel, slot 0 for nobody."""
