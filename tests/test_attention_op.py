@@ -7,12 +7,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention_cases as cases
-from attention_cases import FORMS, Row
-from contract_calls import same_bits
 import gdn_core
+from attention_cases import FORMS, Row
 
 # TEMPORARY until the convolution is native
-from conftest import EVERY, NATIVE  # noqa: E402
+from conftest import EVERY, NATIVE
+from contract_calls import same_bits
 
 
 def _level(implementation):

@@ -11,10 +11,10 @@ import pytest
 
 import gdn_core
 from gdn_core import _dispatch, _registry, ops, records
-from gdn_core.attention import cache, core, metadata, module, params
+from gdn_core.attention import cache, metadata, module, op, params
 from gdn_core.speculate import drafter, engine, exact
 
-MODULES = [ops, _dispatch, _registry, records, cache, core, metadata, module, params, drafter, engine, exact]
+MODULES = [ops, _dispatch, _registry, records, cache, metadata, module, op, params, drafter, engine, exact]
 PUBLIC = [name for name in gdn_core.__all__ if callable(getattr(gdn_core, name))]
 # An operation that continues another one documents only what it adds.
 CONTINUES = {

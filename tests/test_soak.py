@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attention_cases as cases
-from attention_cases import FORMS, S, Row, Shadow
+from attention_cases import FORMS, Row, S, Shadow
 from gdn_core.testing import relative_error
 
 LAYER = cases.layer(7)

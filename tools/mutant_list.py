@@ -31,6 +31,8 @@ FUSED = "reference/fused.py"
 
 ATTENTION = "attention/core.py"
 METADATA = "attention/metadata.py"
+ROWS = "attention/rows.py"
+CHECKS = "attention/checks.py"
 CACHE = "attention/cache.py"
 CHECKPOINT = "attention/checkpoint.py"
 ENGINE = "speculate/engine.py"
@@ -1236,7 +1238,7 @@ MUTANTS = (
     ),
     Mutant(
         "slots beyond the pool found by the second operation",
-        ATTENTION,
+        CHECKS,
         "    if metadata.max_slot >= cache.num_slots:",
         "    if False:",
         "test_wrong_calls",
@@ -1244,7 +1246,7 @@ MUTANTS = (
     ),
     Mutant(
         "draft rows told by their length",
-        METADATA,
+        ROWS,
         "        if self.is_speculative:\n            return REPLAY",
         "        if self.is_speculative or 1 < self.length <= len(self.slots):\n            return REPLAY",
         "test_what_a_row_is",
@@ -1252,7 +1254,7 @@ MUTANTS = (
     ),
     Mutant(
         "fresh rows of one token taken for decodes",
-        METADATA,
+        ROWS,
         "return PREFILL if is_prefill or not self.has_initial_state else STEP",
         "return PREFILL if is_prefill else STEP",
         "test_what_a_row_is",

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from .cache import GDNSnapshot, GDNStateCache
 from .converters import metadata_from_sglang, metadata_from_vllm
-from .core import gdn_attention
 from .metadata import GDNMetadata
 from .module import GatedDeltaNet
+from .op import gdn_attention
 from .params import GDNLayerParams
 
 __all__ = [

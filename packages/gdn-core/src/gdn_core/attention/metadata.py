@@ -3,69 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from .._validate import CHUNK, MAX_SPEC_COLUMNS, debugging, describe, distinct_slots, tensor
-
-Integers = Sequence[int] | Tensor
-Booleans = Sequence[bool] | Tensor
-
-# What happens to the tokens of a run. A run of SKIP holds padding rows that are too long for a decode step.
-PREFILL, STEP, REPLAY, SKIP = range(4)
-
-
-class Run(NamedTuple):
-    """Consecutive rows that one call of an operation can take, as views of the batch's tensors.
-
-    Rows and tokens are those of the batch; ``cu_seqlens`` counts from the run's own first token.
-    """
-
-    kind: int
-    first_row: int
-    end_row: int
-    first_token: int
-    end_token: int
-    cu_seqlens: Tensor
-    table: Tensor
-    slots: Tensor
-    num_accepted_tokens: Tensor
-    has_initial_state: Tensor
-
-
-def cut_runs(
-    bounds: Iterable[Sequence[int]],
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    num_accepted_tokens: Tensor,
-    has_initial_state: Tensor,
-) -> tuple[Run, ...]:
-    """Cut a batch into its runs; run i has ``cu_seqlens[first_row + i : end_row + i + 1]``."""
-    runs = []
-    for number, (kind, first_row, end_row, first_token, end_token) in enumerate(bounds):
-        rows = slice(first_row, end_row)
-        table = slots[rows]
-        runs.append(
-            Run(
-                kind,
-                first_row,
-                end_row,
-                first_token,
-                end_token,
-                cu_seqlens[first_row + number : end_row + number + 1],
-                table,
-                table[:, 0],
-                num_accepted_tokens[rows],
-                has_initial_state[rows],
-            )
-        )
-    return tuple(runs)
+from .._validate import CHUNK, debugging, describe, distinct_slots
+from .rows import Booleans, Integers, Row, flags, integers, is_one_slot, joined_kinds, run_bounds, slot_table
+from .runs import PREFILL, REPLAY, STEP, Run, cut_runs
 
 
 @dataclass(eq=False)
@@ -157,23 +105,23 @@ class GDNMetadata:
         """
         if device is None:
             device = slots.device if isinstance(slots, Tensor) else torch.device("cpu")
-        ends = _integers("query_start_loc", query_start_loc, None)
+        ends = integers("query_start_loc", query_start_loc, None)
         if not ends or ends[0] != 0 or any(end < start for start, end in pairwise(ends)):
             raise ValueError(f"query_start_loc: expected non-decreasing offsets from 0, got {ends}")
         count = len(ends) - 1
-        table = _table(slots, count, null_slot)
+        table = slot_table(slots, count, null_slot)
         # A row without tokens keeps its state in any run of rows: as padding it does in the replay form too.
         is_empty = torch.tensor([start == end for start, end in pairwise(ends)], dtype=torch.bool)
         table = table.masked_fill(is_empty[:, None], -1)
-        initial = _flags("has_initial_state", has_initial_state, count, True)
-        speculative = _flags("is_speculative", is_speculative, count, False)
+        initial = flags("has_initial_state", has_initial_state, count, True)
+        speculative = flags("is_speculative", is_speculative, count, False)
         accepted = [1] * count
         if num_accepted_tokens is not None:
-            accepted = _integers("num_accepted_tokens", num_accepted_tokens, count)
-        prefill = None if is_prefill is None else _flags("is_prefill", is_prefill, count, False)
-        is_replay = _is_one_slot(slots) and any(speculative)
+            accepted = integers("num_accepted_tokens", num_accepted_tokens, count)
+        prefill = None if is_prefill is None else flags("is_prefill", is_prefill, count, False)
+        is_replay = is_one_slot(slots) and any(speculative)
         rows = [
-            _Row(*row)
+            Row(*row)
             for row in zip(
                 range(count),
                 (end - start for start, end in pairwise(ends)),
@@ -194,7 +142,7 @@ class GDNMetadata:
     @classmethod
     def _of_rows(
         cls,
-        rows: list[_Row],
+        rows: list[Row],
         ends: list[int],
         table: Tensor,
         is_replay: bool,
@@ -202,7 +150,7 @@ class GDNMetadata:
         device: torch.device,
     ) -> GDNMetadata:
         kinds = [row.kind(is_replay) for row in rows]
-        bounds = _bounds(_joined(rows, is_replay), ends)
+        bounds = run_bounds(joined_kinds(rows, is_replay), ends)
         offsets = [ends[row] - ends[first] for _, first, end, *_ in bounds for row in range(first, end + 1)]
         live = [row for row in rows if row.length > 0 and not row.is_padding]
         groups = {
@@ -262,7 +210,7 @@ class GDNMetadata:
         accepted = [*self.num_accepted_tokens.tolist(), *[1] * missing]
         ends = [*self.row_ends, *[self.num_tokens] * missing]
         rows = [
-            _Row(n, ends[n + 1] - ends[n], slots, True, True, accepted[n], None)
+            Row(n, ends[n + 1] - ends[n], slots, True, True, accepted[n], None)
             for n, slots in enumerate(table.tolist())
         ]
         padded = self._of_rows(rows, ends, table, kind == REPLAY, self.null_slot, self.slots.device)
@@ -356,127 +304,3 @@ _CACHED = (
     "prefill_token_indices", "step_token_indices", "prefill_query_start_loc", "chunk_offsets", "chunk_indices",
 )  # fmt: skip
 _RUN_TENSORS = ("cu_seqlens", "slots", "num_accepted_tokens", "has_initial_state")
-
-
-class _Row(NamedTuple):
-    number: int
-    length: int
-    slots: list[int]
-    has_initial_state: bool
-    is_speculative: bool
-    accepted: int
-    is_prefill: bool | None
-
-    @property
-    def is_padding(self) -> bool:
-        return self.slots[0] < 0
-
-    def check(self, columns: int | None) -> None:
-        """Raise where the row's properties contradict each other; ``columns`` is None for the replay form."""
-        if self.is_padding:
-            return
-        if not self.is_speculative:
-            if self.is_prefill is False and self.length > 1:
-                raise ValueError(
-                    f"is_prefill: expected True for row {self.number}, which has {self.length} tokens and is not "
-                    "speculative, got False"
-                )
-            if self.accepted > 1 or self.accepted < 0:
-                raise ValueError(
-                    f"num_accepted_tokens: expected 1 for row {self.number}, which is not speculative, got "
-                    f"{self.accepted}; GDNStateCache.commit() ends the speculation of a request"
-                )
-            return
-        most = MAX_SPEC_COLUMNS if columns is None else columns
-        if not self.has_initial_state:
-            raise ValueError(f"is_speculative: expected False for row {self.number}, which has no initial state")
-        if self.is_prefill:
-            raise ValueError(f"is_prefill: expected False for row {self.number}, which is speculative")
-        if self.length > most:
-            raise ValueError(
-                f"query_start_loc: expected at most {most} tokens in row {self.number}, which is speculative, got "
-                f"{self.length}"
-            )
-        if not 0 <= self.accepted <= most:
-            raise ValueError(
-                f"num_accepted_tokens: expected a value in [0, {most}] for row {self.number}, got {self.accepted}"
-            )
-
-    def kind(self, is_replay: bool) -> int:
-        if self.is_padding:
-            return STEP if self.length <= len(self.slots) else SKIP
-        if self.is_speculative:
-            return REPLAY if is_replay else STEP
-        is_prefill = self.is_prefill
-        if is_prefill is None:
-            is_prefill = self.length > 1
-        # A row without an initial state must not read its slot, as a step would.
-        return PREFILL if is_prefill or not self.has_initial_state else STEP
-
-
-def _joined(rows: list[_Row], is_replay: bool) -> list[int]:
-    """Return the kind of run that each row is in: rows that fit into several kinds end no run if they can help it."""
-    kinds = [row.kind(is_replay) for row in rows]
-    before = next((kind for kind, row in zip(kinds, rows, strict=True) if row.length > 0), STEP)
-    joined = []
-    for row, kind in zip(rows, kinds, strict=True):
-        is_short_padding = row.is_padding and row.length == 1 and before in (STEP, REPLAY)
-        before = before if row.length == 0 or is_short_padding else kind
-        joined.append(before)
-    return joined
-
-
-def _bounds(joined: list[int], ends: list[int]) -> list[list[int]]:
-    """Return [kind, first row, end row, first token, end token] of every run of rows of one kind."""
-    bounds, first = [], 0
-    for kind, members in groupby(joined):
-        end = first + len(list(members))
-        bounds.append([kind, first, end, ends[first], ends[end]])
-        first = end
-    return bounds
-
-
-def _integers(name: str, values: Integers, count: int | None) -> list[int]:
-    if isinstance(values, Tensor):
-        tensor(name, values, [count if count is not None else "N+1"], (torch.int32, torch.int64))
-        return [int(value) for value in values.tolist()]
-    if not isinstance(values, Sequence) or not all(isinstance(value, int) for value in values):
-        raise TypeError(f"{name}: expected integers, got {describe(values)}")
-    if count is not None and len(values) != count:
-        raise ValueError(f"{name}: expected {count} values, one a row, got {len(values)}")
-    return list(values)
-
-
-def _flags(name: str, values: Booleans | None, count: int, default: bool) -> list[bool]:
-    if values is None:
-        return [default] * count
-    if isinstance(values, Tensor):
-        tensor(name, values, [count], (torch.bool,))
-        return [bool(value) for value in values.tolist()]
-    if not isinstance(values, Sequence) or not all(isinstance(value, bool) for value in values):
-        raise TypeError(f"{name}: expected booleans, got {describe(values)}")
-    if len(values) != count:
-        raise ValueError(f"{name}: expected {count} values, one a row, got {len(values)}")
-    return list(values)
-
-
-def _is_one_slot(slots: Integers | Sequence[Sequence[int]]) -> bool:
-    if isinstance(slots, Tensor):
-        return slots.dim() == 1
-    return not any(isinstance(row, (Sequence, Tensor)) for row in slots)
-
-
-def _table(slots: Integers | Sequence[Sequence[int]], count: int, null_slot: int | None) -> Tensor:
-    """Return the slots as a table [N, S] on the host, null slots as -1."""
-    if not isinstance(slots, Tensor):
-        try:
-            slots = torch.tensor(slots, dtype=torch.int64)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"slots: expected [N] or [N, S] integers, got {describe(slots)}: {error}") from None
-        if slots.numel() == 0 and count == 0:
-            slots = slots.reshape(0, 1)
-    tensor("slots", slots, [count] if slots.dim() == 1 else [count, "S"], (torch.int32, torch.int64))
-    table = slots.cpu().reshape(count, -1 if count else 1) if slots.dim() == 1 else slots.cpu()
-    if not 1 <= table.shape[1] <= MAX_SPEC_COLUMNS:
-        raise ValueError(f"slots: expected 1 to {MAX_SPEC_COLUMNS} columns, got {describe(slots)}")
-    return table if null_slot is None else table.masked_fill(table == null_slot, -1)

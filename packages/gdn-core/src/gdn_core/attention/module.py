@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from .. import ops
 from .cache import GDNStateCache
 from .checkpoint import Heads, own_weights
-from .core import gdn_attention, split_heads
+from .core import split_heads
 from .metadata import GDNMetadata
+from .op import gdn_attention
 from .params import check_heads, conv_channels
 
 
