@@ -417,6 +417,7 @@ def test_wrong_calls_change_nothing():
     replay = cases.metadata_of([Row(2, (1,), is_speculative=True), Row(3, (2,))], "replay")
     long = GDNMetadata.build([0, 5], [[0, 1, 2, 3, 4]], is_speculative=[True])
     null = GDNMetadata.build([0, 5], [1], null_slot=0)
+    table = GDNMetadata.build([0, 2, 5], [[0, 1], [2, 3]], is_speculative=[True, False])
     calls = [
         (ValueError, "mixed_qkv: expected", {"mixed_qkv": batch.mixed_qkv[:, :-1]}),
         (
@@ -433,6 +434,7 @@ def test_wrong_calls_change_nothing():
         (ValueError, "records", {"rows": replay}),
         (ValueError, "at most S = 4 tokens in a row", {"rows": long}),
         (ValueError, "null_slot", {"rows": null}),
+        (ValueError, "expected one slot a row", {"rows": table, "held": cases.cache("replay")}),
     ]
     for error, message, changes in calls:
         with pytest.raises(error, match=message):

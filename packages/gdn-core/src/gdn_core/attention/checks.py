@@ -96,6 +96,8 @@ def check_batch(cache: GDNStateCache, metadata: GDNMetadata, tokens: int) -> Non
         raise ValueError(f"metadata: expected at most S = {cache.S} {what} that speculates, got {most}")
     if metadata.is_replay and cache.records is None:
         raise ValueError("metadata.slots: expected a table [N, S] for a cache without records, got one slot a row")
+    if metadata.num_spec_decodes and not metadata.is_replay and cache.records is not None:
+        raise ValueError("metadata.slots: expected one slot a row for a cache with records, got a table [N, S]")
 
 
 def check_records_live(records: ReplayRecords, runs: Sequence[Run]) -> None:

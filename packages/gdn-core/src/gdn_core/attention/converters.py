@@ -19,7 +19,8 @@ def metadata_from_vllm(fields: Any, *, null_slot: int | None = VLLM_NULL_SLOT) -
     """Build a :class:`GDNMetadata` from an object with the fields of vLLM's ``GDNAttentionMetadata``.
 
     vLLM keeps speculative and other rows apart and turns plain decodes that meet a speculative row into prefills; here
-    all rows are in the batch's order again, and such a decode is one.
+    all rows are in the batch's order again, and such a decode is one. The fields are read on the host, once a step:
+    tensors on a GPU make it wait.
 
     Args:
         fields: ``non_spec_query_start_loc``, ``non_spec_state_indices_tensor``, ``has_initial_state`` and, where there
