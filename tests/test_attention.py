@@ -20,31 +20,6 @@ IN_BOTH_FORMS = pytest.mark.parametrize("form", FORMS)
 LAYER = cases.layer()
 
 
-# TEMPORARY until the convolution is native
-from conftest import EVERY, NATIVE  # noqa: E402
-
-
-def _level(implementation):
-    if implementation.level is None:
-        with gdn_core.use_backend("reference"):
-            yield implementation
-    else:
-        import gdn_cpu
-
-        with gdn_cpu.isa_level(implementation.level):
-            yield implementation
-
-
-@pytest.fixture(params=EVERY)
-def impl(request):
-    yield from _level(request.param)
-
-
-@pytest.fixture(params=NATIVE)
-def native_impl(request):
-    yield from _level(request.param)
-
-
 def check_slots(impl, actual, expected, row, form):
     """Compare what a row has written, up to the columns that keep no promise."""
     slots = row.written_slots(form)

@@ -13,33 +13,6 @@ LAYER = cases.layer()
 IN_BOTH_FORMS = pytest.mark.parametrize("form", FORMS)
 
 
-import gdn_core
-
-# TEMPORARY until the convolution is native
-from conftest import EVERY, NATIVE  # noqa: E402
-
-
-def _level(implementation):
-    if implementation.level is None:
-        with gdn_core.use_backend("reference"):
-            yield implementation
-    else:
-        import gdn_cpu
-
-        with gdn_cpu.isa_level(implementation.level):
-            yield implementation
-
-
-@pytest.fixture(params=EVERY)
-def impl(request):
-    yield from _level(request.param)
-
-
-@pytest.fixture(params=NATIVE)
-def native_impl(request):
-    yield from _level(request.param)
-
-
 def held(form, **options):
     return cases.randomized(cases.cache(form, num_slots=12, **options))
 

@@ -16,33 +16,6 @@ COUNTS = ("num_prefills", "num_decodes", "num_spec_decodes")
 TOKENS = ("num_prefill_tokens", "num_decode_tokens", "num_spec_decode_tokens")
 
 
-import gdn_core
-
-# TEMPORARY until the convolution is native
-from conftest import EVERY, NATIVE  # noqa: E402
-
-
-def _level(implementation):
-    if implementation.level is None:
-        with gdn_core.use_backend("reference"):
-            yield implementation
-    else:
-        import gdn_cpu
-
-        with gdn_cpu.isa_level(implementation.level):
-            yield implementation
-
-
-@pytest.fixture(params=EVERY)
-def impl(request):
-    yield from _level(request.param)
-
-
-@pytest.fixture(params=NATIVE)
-def native_impl(request):
-    yield from _level(request.param)
-
-
 def counts(metadata):
     return tuple(getattr(metadata, name) for name in COUNTS)
 

@@ -7,34 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention_cases as cases
-import gdn_core
 from attention_cases import FORMS, Row
-
-# TEMPORARY until the convolution is native
-from conftest import EVERY, NATIVE
 from contract_calls import same_bits
-
-
-def _level(implementation):
-    if implementation.level is None:
-        with gdn_core.use_backend("reference"):
-            yield implementation
-    else:
-        import gdn_cpu
-
-        with gdn_cpu.isa_level(implementation.level):
-            yield implementation
-
-
-@pytest.fixture(params=EVERY)
-def impl(request):
-    yield from _level(request.param)
-
-
-@pytest.fixture(params=NATIVE)
-def native_impl(request):
-    yield from _level(request.param)
-
 
 LAYER = cases.layer(bias=True)
 ROWS = [Row(1, (1,)), Row(3, (4, 5, 6), is_speculative=True, accepted=2), Row(0, (9,)), Row(7, (10,), False)]
