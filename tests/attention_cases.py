@@ -178,6 +178,7 @@ class Shadow:
 
     history: Tensor  # [W - 1, C]
     state: Tensor  # [HV, K, V]
+    condition: Tensor | None = None  # [HV], how much the last token's output magnifies an error of the state
 
     @classmethod
     def fresh(cls) -> Shadow:
@@ -213,7 +214,9 @@ class Shadow:
         o = K**-0.5 * torch.einsum("hk,hkv->hv", q, state)
         norm = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + params.norm_eps)
         output = norm * params.norm_weight.double() * F.silu(token.z.double())
-        return output, replace(self, history=window[1:], state=state)
+        # q may read next to nothing of the state; the norm then magnifies what rounding has left in it.
+        condition = state.norm(dim=(1, 2)) / (K**0.5 * o.norm(dim=1) * K**0.5)
+        return output, replace(self, history=window[1:], state=state, condition=condition.clamp(min=1))
 
     @staticmethod
     def _normalized(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from gdn_core.testing import relative_error
 
 LAYER = cases.layer(7)
 SLOTS = 40
-BOUND = 1e-5  # of chunked prefill; every later token continues from it
+BOUND = 1e-5  # of chunked prefill; every later token continues from it. Of outputs, after their condition
 
 
 @dataclass
@@ -85,15 +85,19 @@ class Server:
         if request is None:
             assert not out.any()
             return
-        expected, after = request.shadow.advance(LAYER, new)
-        self.worst = max(self.worst, relative_error(out, expected, (0, 2)))
-        assert self.worst <= BOUND
         if row.length == 0:
             return
+        expected, after = request.shadow.advance(LAYER, new)
+        condition = torch.stack([shadow.condition for shadow in after])[..., None]
+        self.worst = max(self.worst, relative_error(expected + (out - expected) / condition, expected, 2))
         request.has_state = True
         if row.is_speculative:
             request.speculates, request.accepted = True, self.rng.randint(1, row.length)
         request.shadow = after[(request.accepted if row.is_speculative else row.length) - 1]
+        if not request.speculates:
+            held = Shadow.of_slot(self.cache, request.slots[0])
+            self.worst = max(self.worst, relative_error(held.state, request.shadow.state, (1, 2)))
+        assert self.worst <= BOUND
 
 
 def soak(form, steps, seed):
@@ -111,11 +115,11 @@ def test_a_few_hundred_random_steps(form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_twenty_thousand_random_steps_in_flat_memory(form):
+def test_ten_thousand_random_steps_of_each_form_in_flat_memory(form):
     with torch.inference_mode():
-        server = soak(form, 2_000, 2)
+        server = soak(form, 1_000, 2)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for _ in range(20_000):
+        for _ in range(10_000):
             server.step()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 16 * 1024  # KiB
