@@ -13,7 +13,8 @@ import gdn_core
 from attention_cases import FORMS, HV, K, Row, S, V, W
 from contract_calls import agree, same_bits
 from gdn_core import GDNMetadata, GDNStateCache
-from gdn_core.testing import relative_error
+from gdn_core.attention.core import split_heads
+from gdn_core.testing import inputs, oracle, relative_error, to_float64
 from report_calls import distant_slots
 
 IN_BOTH_FORMS = pytest.mark.parametrize("form", FORMS)
@@ -495,6 +496,28 @@ def test_slots_beyond_32_bit_offsets(native_impl):
         batch, metadata = cases.random_inputs(row.length, seed), cases.metadata_of([row], "slots")
         assert same_bits(batch.run(LAYER, far, metadata), batch.run(LAYER, near, metadata))
     assert same_bits(far.state[2], near.state[2])
+
+
+@pytest.mark.parametrize("width", [2, 3, 5])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layers_of_other_kinds(impl, width, has_bias):
+    """Other widths, no activation after the convolution, a sigmoid gate: a prompt and two tokens against float64."""
+    rng = inputs.generator(width)
+    weight, bias = inputs.conv_weights(cases.C, width, torch.float32, rng, has_bias)
+    params = replace(LAYER, conv_weight=weight, conv_bias=bias, activation=None, output_gate_activation="sigmoid")
+    held = cases.cache("slots", conv_width=width)
+    batch = cases.random_inputs(8, width)
+    out = [
+        batch.tokens(tokens).run(params, held, cases.metadata_of([row], "slots"))
+        for tokens, row in ((slice(6), Row(6, (5,), False)), (slice(6, 7), Row(1, (5,))), (slice(7, 8), Row(1, (5,))))
+    ]
+    wide = to_float64(vars(batch) | {"weight": weight, "bias": bias})
+    convolved = oracle.causal_conv1d_fn(wide["mixed_qkv"].T[None], wide["weight"], wide["bias"])[0].T
+    q, k, v = split_heads(convolved[None], cases.H, K, V)
+    g, beta = oracle.fused_gdn_gating(params.A_log.double(), wide["a"], wide["b"], params.dt_bias.double())
+    o, _ = oracle.fused_recurrent_gated_delta_rule(q, k, v, g[None], beta=beta[None], use_qk_l2norm_in_kernel=True)
+    expected = oracle.rms_norm_gated(o[0], wide["z"], params.norm_weight.double(), 1e-6, activation="sigmoid")
+    assert relative_error(torch.cat(out), expected, (0, 2)) <= 1e-5
 
 
 @pytest.mark.report("C16")
