@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
 from .._validate import MAX_SPEC_COLUMNS, describe, packed_slots, tensor
 from ..records import ReplayRecords
 from .params import check_heads, conv_channels
@@ -279,22 +278,14 @@ class GDNStateCache:
             self.state.index_copy_(0, first, self.state.index_select(0, source))
         else:
             first = self._indices("slots", table)
-            self._replay(self.records, first, accepted)
+            self.records.flush(
+                self.state,
+                first,
+                accepted.to(first.device),
+                use_qk_l2norm_in_kernel=True,
+                state_v_first=self.state_v_first,
+            )
         self._shift_inputs(first, accepted.to(first.device))
-
-    def _replay(self, records: ReplayRecords, slots: Tensor, accepted: Tensor) -> None:
-        """Apply the accepted records to the states, exactly as the next speculative step would have.
-
-        It is that step: with a token of zeros, whose own record is then forgotten.
-        """
-        n, (_, _, H, K), (HV, V) = len(slots), records.k.shape, records.u.shape[-2:]
-        key, value = records.k.new_zeros(1, n, H, K), records.k.new_zeros(1, n, HV, V)
-        gate = records.k.new_zeros(n, HV)
-        ops.fused_sigmoid_gating_delta_rule_update_replay(
-            gate[0], gate[0], key, key, value, gate, gate, self.state, slots, records, accepted.to(slots.device),
-            torch.arange(n + 1, dtype=torch.int32, device=slots.device), True, state_v_first=self.state_v_first,
-        )  # fmt: skip
-        records.live.index_fill_(0, slots, 0)
 
     def _shift_inputs(self, slots: Tensor, accepted: Tensor) -> None:
         """Bring the W - 1 inputs before the next token to the front of each slot."""
