@@ -465,7 +465,7 @@ def test_bench_times_a_peer(
     status, report = status_and_json(tmp_path / "b.json", "bench", *TINY, "--vs", "vllm")
     assert status == 0
     theirs = [row for row in report["rows"] if row["contender"] == "vllm"]
-    assert {row["op"] for row in theirs} == {"decode", "spec", "replay", "prefill", "conv", "gating"}
+    assert {row["op"] for row in theirs} == {"decode", "spec", "replay", "core", "prefill", "conv", "gating"}
     assert all(row["timing"] for row in theirs), [(row["label"], row["failure"]) for row in theirs]
     assert not any(row["void"] for row in theirs), "nothing is known of such small layers"
     assert "(1." in capsys.readouterr().out

@@ -5,13 +5,16 @@ import doctest
 import importlib.util
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
 import gdn_core
 from gdn_core import _dispatch, _registry, ops, records
+from gdn_core.attention import cache, metadata, module, op, params
+from gdn_core.speculate import drafter, engine, exact
 
-MODULES = [ops, _dispatch, _registry, records]
+MODULES = [ops, _dispatch, _registry, records, cache, metadata, module, op, params, drafter, engine, exact]
 PUBLIC = [name for name in gdn_core.__all__ if callable(getattr(gdn_core, name))]
 # An operation that continues another one documents only what it adds.
 CONTINUES = {
@@ -51,6 +54,16 @@ def test_examples_of_gdn_cpu_run(cpu_backend):
 def test_examples_of_the_testing_modules_run(name):
     module = importlib.import_module(f"gdn_core.testing.{name}")
     assert doctest.testmod(module).failed == 0
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_the_readme_runs(block, capsys):
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", PUBLIC)

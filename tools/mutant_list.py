@@ -29,6 +29,14 @@ CONVOLUTION = "reference/convolution.py"
 NORM = "reference/norm.py"
 FUSED = "reference/fused.py"
 
+ATTENTION = "attention/core.py"
+METADATA = "attention/metadata.py"
+ROWS = "attention/rows.py"
+CHECKS = "attention/checks.py"
+CACHE = "attention/cache.py"
+CHECKPOINT = "attention/checkpoint.py"
+ENGINE = "speculate/engine.py"
+
 ERRORS = "test_errors.py"
 OUTPUTS = "test_outputs.py"
 
@@ -1182,9 +1190,130 @@ MUTANTS = (
     Mutant(
         "shared slots let through under GDN_DEBUG",
         "_validate.py",
-        "    if _debug():\n        _distinct_slots(name, value, null_slot)\n",
+        "    if debugging():\n        distinct_slots(name, value, null_slot)\n",
         "",
         "test_two_rows_on_one_slot",
         "test_field_reports_state.py",
+    ),
+    # --- the attention layer ------------------------------------------------------------------------------------------
+    Mutant(
+        "padding too long for a step left unwritten",
+        ATTENTION,
+        "                out[tokens].zero_()\n",
+        "                pass\n",
+        "test_nan_in_padding",
+        "test_attention.py",
+    ),
+    Mutant(
+        "tokens after the last row left unwritten",
+        ATTENTION,
+        "            out[end:].zero_()\n",
+        "            pass\n",
+        "test_tokens_after",
+        "test_attention.py",
+    ),
+    Mutant(
+        "records of a slot's last owner kept",
+        ATTENTION,
+        "            self.records.reset(run.slots)\n",
+        "            pass\n",
+        "test_a_fresh_row",
+        "test_attention.py",
+    ),
+    Mutant(
+        "accepted tokens not passed to the convolution",
+        ATTENTION,
+        "num_accepted_tokens=run.num_accepted_tokens",
+        "num_accepted_tokens=None",
+        "test_a_mix_is_right",
+        "test_attention.py",
+    ),
+    Mutant(
+        "prefills that read a fresh slot",
+        ATTENTION,
+        "state_indices=run.slots, has_initial_state=initial,",
+        "state_indices=run.slots, has_initial_state=None,",
+        "test_a_fresh_row",
+        "test_attention.py",
+    ),
+    Mutant(
+        "slots beyond the pool found by the second operation",
+        CHECKS,
+        "    if metadata.max_slot >= cache.num_slots:",
+        "    if False:",
+        "test_wrong_calls",
+        "test_attention.py",
+    ),
+    Mutant(
+        "draft rows told by their length",
+        ROWS,
+        "        if self.is_speculative:\n            return REPLAY",
+        "        if self.is_speculative or 1 < self.length <= len(self.slots):\n            return REPLAY",
+        "test_what_a_row_is",
+        "test_attention_metadata.py",
+    ),
+    Mutant(
+        "fresh rows of one token taken for decodes",
+        ROWS,
+        "return PREFILL if is_prefill or not self.has_initial_state else STEP",
+        "return PREFILL if is_prefill else STEP",
+        "test_what_a_row_is",
+        "test_attention_metadata.py",
+    ),
+    Mutant(
+        "rows without tokens that lose their records",
+        METADATA,
+        "        table = table.masked_fill(is_empty[:, None], -1)\n",
+        "",
+        "test_a_speculating_request",
+        "test_attention.py",
+    ),
+    Mutant(
+        "inputs of rejected drafts kept by commit",
+        CACHE,
+        "columns = accepted[:, None] - 1 +",
+        "columns = accepted[:, None] * 0 +",
+        "test_commit or test_a_plain_step",
+        "test_attention_cache.py",
+    ),
+    Mutant(
+        "a layout reinterpreted, not transposed",
+        CACHE,
+        "else self.state.mT.contiguous()",
+        "else self.state.reshape(self.state.mT.shape)",
+        "test_a_converted_layout",
+        "test_attention_cache.py",
+    ),
+    Mutant(
+        "snapshots that alias the pool",
+        CACHE,
+        "            self.state.index_select(0, indices),\n",
+        "            self.state[int(indices[0]) : int(indices[0]) + len(indices)],\n",
+        "test_a_snapshot",
+        "test_attention_cache.py",
+    ),
+    Mutant(
+        "b and a of a checkpoint swapped",
+        CHECKPOINT,
+        "b, a = ba.unflatten",
+        "a, b = ba.unflatten",
+        "test_whole_sequences",
+        "test_layer.py",
+    ),
+    Mutant(
+        "one draft too many accepted",
+        ENGINE,
+        "kept, new = right + 1, choices[: right + 1]",
+        "kept, new = min(right + 2, len(row.tokens)), choices[: right + 1]",
+        "test_speculation",
+        "test_speculate.py",
+    ),
+    Mutant(
+        "the drafter's context not rolled back",
+        ENGINE,
+        "            self._drafter.rollback(request._slots[0], request._num_seen)\n",
+        "",
+        "test_the_drafters_context",
+        "test_speculate.py",
     ),
 )

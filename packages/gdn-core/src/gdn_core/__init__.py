@@ -9,6 +9,7 @@ from __future__ import annotations
 from . import _schema, reference
 from ._dispatch import Explanation, record_calls, use_backend
 from ._registry import BackendInfo, backends, core_version
+from .attention import GatedDeltaNet, GDNLayerParams, GDNMetadata, GDNStateCache, gdn_attention
 from .ops import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -27,13 +28,20 @@ from .records import ReplayRecords
 
 OPS = _schema.OPS
 # Ops that update a state in place: a piecewise CUDA-graph compiler must split the graph at them.
-SPLITTING_OPS = tuple(f"gdn::{op}" for op in OPS if op not in ("fused_gdn_gating", "rms_norm_gated"))
+SPLITTING_OPS = (
+    *(f"gdn::{op}" for op in OPS if op not in ("fused_gdn_gating", "rms_norm_gated")),
+    "gdn::gdn_attention",
+)
 
 __all__ = [
     "OPS",
     "SPLITTING_OPS",
     "BackendInfo",
     "Explanation",
+    "GDNLayerParams",
+    "GDNMetadata",
+    "GDNStateCache",
+    "GatedDeltaNet",
     "ReplayRecords",
     "backends",
     "causal_conv1d_fn",
@@ -47,6 +55,7 @@ __all__ = [
     "fused_sigmoid_gating_delta_rule_update",
     "fused_sigmoid_gating_delta_rule_update_replay",
     "fused_sigmoid_gating_delta_rule_update_spec",
+    "gdn_attention",
     "record_calls",
     "reference",
     "rms_norm_gated",

@@ -218,6 +218,13 @@ def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
     run_on_backend(op, flat)
 
 
+def is_traced() -> bool:
+    """Tell whether a tracer, a mode or a functorch transform has to see a call as one op."""
+    if _is_compiling():
+        return True
+    return bool(_num_dispatch_modes()) or _tracing_state() is not None or _functorch_level() is not None
+
+
 def _is_subclass(value: object) -> bool:
     return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
 

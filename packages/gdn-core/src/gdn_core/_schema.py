@@ -8,7 +8,7 @@ are used rather than the ``custom_op`` decorator, which costs tens of microsecon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -223,13 +223,20 @@ def _fake(op: str) -> Callable[..., None]:
     return check
 
 
-def _autograd(op: str) -> Callable[..., None]:
+def refuse_gradient(op: str, flat: Sequence[Any], remedy: str = "call it under torch.no_grad()") -> None:
+    """Raise where a gradient is required of a call that cannot give one."""
+    if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in flat):
+        raise RuntimeError(f"{op} has no gradient and an input requires one; {remedy}")
+
+
+def autograd_kernel(op: str) -> Callable[..., None]:
+    """Return what runs an op under autograd: the op itself, unless a gradient is required."""
+    remedy = "call it under torch.no_grad()"
+    if op in OPS:
+        remedy = f"call gdn_core.{op}, which differentiates through the reference, or {remedy}"
+
     def refuse_or_redispatch(*flat: Any) -> None:
-        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in flat):
-            raise RuntimeError(
-                f"torch.ops.gdn.{op} has no gradient and an input requires one; call gdn_core.{op}, which "
-                "differentiates through the reference, or call it under torch.no_grad()"
-            )
+        refuse_gradient(f"torch.ops.gdn.{op}", flat, remedy)
         with torch._C._AutoDispatchBelowAutograd():
             getattr(torch.ops.gdn, op).default(*flat)
 
@@ -240,5 +247,5 @@ _library = torch.library.Library("gdn", "DEF")
 for _op, _arguments in SCHEMAS.items():
     _library.define(f"{_op}({_arguments}) -> ()")
     _library.impl(_op, _implementation(_op), "CompositeExplicitAutograd")
-    _library.impl(_op, _autograd(_op), "Autograd")
+    _library.impl(_op, autograd_kernel(_op), "Autograd")
     torch.library.register_fake(f"gdn::{_op}", _fake(_op), lib=_library)

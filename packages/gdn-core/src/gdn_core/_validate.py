@@ -254,11 +254,11 @@ def slots(name: str, value: Tensor, shape: Sequence[int | str], pool_size: int, 
         live = live[live != null_slot]
     if live.numel() > 0 and int(live.max()) >= pool_size:
         raise IndexError(f"{name}: expected slots below {pool_size}, got {int(live.max())}")
-    if _debug():
-        _distinct_slots(name, value, null_slot)
+    if debugging():
+        distinct_slots(name, value, null_slot)
 
 
-def _distinct_slots(name: str, value: Tensor, null_slot: int | None) -> None:
+def distinct_slots(name: str, value: Tensor, null_slot: int | None) -> None:
     """Check that no two rows share a slot; the columns of one row of a table may."""
     owner: dict[int, int] = {}
     for row, slots_of_row in enumerate(value.reshape(value.shape[0], -1).tolist()):
@@ -278,13 +278,13 @@ def accepted(value: Tensor | None, rows: int, columns: int) -> None:
         raise ValueError(f"num_accepted_tokens: expected values in [0, {columns}], got {_short(value.tolist())}")
 
 
-def _debug() -> bool:
+def debugging() -> bool:
     return os.environ.get("GDN_DEBUG") == "1"
 
 
 def _log_decay(g: Tensor | None) -> None:
     """Under GDN_DEBUG=1, catch a linear decay passed where its logarithm is wanted."""
-    if g is not None and _debug() and has_data(g) and g.numel() > 0 and bool((g > 0).any()):
+    if g is not None and debugging() and has_data(g) and g.numel() > 0 and bool((g > 0).any()):
         raise ValueError(f"g: expected log decays <= 0, got {float(g.max())}")
 
 

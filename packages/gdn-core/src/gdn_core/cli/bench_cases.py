@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from .bench_attention import core_plans
 from .bench_case import Plan, Sizes
 from .bench_elementwise import conv_plans, gating_plans, norm_plans
 from .bench_recurrence import decode_plans, draft_plans, fused_plans
@@ -17,6 +18,7 @@ _PLANS: dict[str, Callable[[Sizes, Peers], list[Plan]]] = {
     "spec": partial(draft_plans, "spec"),
     "replay": partial(draft_plans, "replay"),
     "fused": fused_plans,
+    "core": core_plans,
     "prefill": prefill_plans,
     "recurrent": recurrent_plans,
     "conv": conv_plans,

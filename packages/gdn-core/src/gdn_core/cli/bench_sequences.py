@@ -82,7 +82,7 @@ def sequence_contender(pool: StatePool, heads: Tensor, run: Callable[[Tensor, An
     return Contender(contender.call, lambda: pool.view(False)[:, heads], contender.prepare)
 
 
-def _chunked_floor(sizes: Sizes, lengths: list[int], dtype: torch.dtype) -> Callable[[Limits], float]:
+def chunked_floor(sizes: Sizes, lengths: list[int], dtype: torch.dtype) -> Callable[[Limits], float]:
     """Return the seconds for the products of the chunked form with whatever is masked left out.
 
     Per token and value head: 6 K V with the states, C V each for the solve and for the outputs within a chunk; per
@@ -113,7 +113,7 @@ def _prefill(sizes: Sizes, peers: Peers, lengths: list[int], label: str, dtype: 
         op="prefill",
         label=label,
         function=function,
-        floor=_chunked_floor(sizes, lengths, dtype),
+        floor=chunked_floor(sizes, lengths, dtype),
         tolerance=_TOLERANCES[dtype],
         expected=_expected(reference.chunk_gated_delta_rule, drawn, states, heads, sizes),
         ours=partial(_contender, function, drawn, pool, heads),

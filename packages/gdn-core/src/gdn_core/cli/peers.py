@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gdn_core import GDNLayerParams
+
 from . import CommandError
 from .bench_case import Build, Contender, Expected, Sequences, Tokens
 from .demo_model import import_transformers
@@ -188,6 +190,36 @@ class Peers:
             slots = torch.arange(len(x), dtype=torch.int32)
             run = self._vllm.causal_conv1d_update_cpu
             return Contender(lambda: run(x, pool, packed, None, True, accepted, slots, -1, True), expected=expected)
+
+        return self._choose(vllm, None)
+
+    def core(
+        self,
+        tokens: Tokens,
+        gate: Tensor,
+        layer: GDNLayerParams,
+        conv_states: Tensor,
+        attach: Callable[[Callable[[Tensor, Tensor], Tensor]], Contender],
+    ) -> dict[str, Build]:
+        """What vLLM's layer calls for a decode step: convolution and recurrence, and its norm in torch."""
+
+        def vllm() -> Contender:
+            convolve, recur = self._vllm.causal_conv1d_update_cpu, self._vllm.fused_sigmoid_gating_delta_rule_update_cpu
+            weight, states = self._vllm.causal_conv1d_weight_pack(layer.conv_weight), _channel_last(conv_states)
+            A_log, dt_bias, *_, a, b = _packed(tokens)
+            x, bounds = tokens.mixed_qkv.contiguous(), torch.arange(len(a) + 1, dtype=torch.int32)
+            H, K = layer.num_key_heads, layer.head_k_dim
+            norm_weight, eps = layer.norm_weight, layer.norm_eps
+
+            def run(pool: Tensor, slots: Tensor) -> Tensor:
+                convolved = convolve(x, states, weight, None, True, None, slots, -1, True)
+                q, k, v = convolved[None].split([H * K, H * K, gate[0].numel()], dim=-1)
+                q, k, v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, gate.shape[1:])
+                o = recur(A_log, dt_bias, q, k, v, a, b, pool, slots, bounds, True).view(gate.shape).float()
+                normed = o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + eps) * norm_weight
+                return (normed * F.silu(gate.float())).to(gate.dtype)
+
+            return attach(run)
 
         return self._choose(vllm, None)
 

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core of a layer as a function, and the same as an op over tensors, which a compiler can take whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import _dispatch, _schema
+from .._validate import describe
+from ..records import ReplayRecords
+from .cache import GDNStateCache
+from .checks import check_batch, check_cache, check_inputs, check_records_live, check_rows
+from .core import Core
+from .metadata import GDNMetadata
+from .params import GDNLayerParams
+from .runs import cut_runs
+
+if TYPE_CHECKING:
+    from .module import GatedDeltaNet
+
+
+def gdn_attention(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    z: Tensor,
+    layer: GDNLayerParams | GatedDeltaNet,
+    cache: GDNStateCache,
+    metadata: GDNMetadata,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run the core of a layer, between its projections, for any mix of rows.
+
+    Convolution, gates, gated delta rule and gated norm, on the states of the rows' slots, which are updated in place.
+    Decode and speculative rows take the fused step, prefill rows the chunked rule; tokens stay in the order given
+    (Yang et al., Gated Delta Networks, 2024).
+
+    Args:
+        mixed_qkv: [T, C], the projected inputs before the convolution, channels q | k | v; fp32, bf16 or fp16.
+        a, b: [T, HV], raw gate inputs, any strides.
+        z: [T, HV, V], the gate of the norm.
+        layer: the layer's weights and head counts.
+        cache: the layer's states, updated in place.
+        metadata: the rows; tokens beyond its last row get 0, as those of padding rows do.
+        out: [T, HV, V], any activation dtype, written instead of a new tensor.
+
+    Returns:
+        out [T, HV, V], in mixed_qkv's dtype.
+
+    Raises:
+        TypeError, ValueError, IndexError: before any state has changed.
+        RuntimeError: an input requires a gradient.
+
+    Example:
+        >>> import torch, gdn_core
+        >>> layer = gdn_core.GDNLayerParams(torch.randn(128, 4), torch.zeros(4), torch.ones(4), torch.ones(16), 1e-6,
+        ...                                 num_key_heads=2, num_value_heads=4, head_k_dim=16, head_v_dim=16)
+        >>> cache = gdn_core.GDNStateCache(8, 2, 4, 16, 16, torch.float32)
+        >>> metadata = gdn_core.GDNMetadata.build([0, 1, 9], [4, 2], has_initial_state=[True, False])
+        >>> x, gates, z = torch.randn(9, 128), torch.randn(9, 4), torch.randn(9, 4, 16)
+        >>> gdn_core.gdn_attention(x, gates, gates, z, layer, cache, metadata).shape
+        torch.Size([9, 4, 16])
+    """
+    core = Core(
+        layer.conv_weight, layer.conv_bias, layer.A_log, layer.dt_bias, layer.norm_weight, layer.norm_eps,
+        layer.num_key_heads, layer.head_k_dim, layer.activation, layer.output_gate_activation, cache.conv_states,
+        cache.state, cache.records, cache.state_v_first, cache.null_slot,
+    )  # fmt: skip
+    if out is None:
+        for name, value in (("mixed_qkv", mixed_qkv), ("z", z)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
+        out = torch.empty_like(z, dtype=mixed_qkv.dtype, memory_format=torch.contiguous_format)
+    if _dispatch.is_traced():
+        torch.ops.gdn.gdn_attention.default(*_flat(core, mixed_qkv, a, b, z, metadata, out))
+        return out
+    if not cache.is_known_to_fit(layer):
+        check_cache(core)
+        cache.remember_to_fit(layer)
+    check_inputs(core, mixed_qkv, a, b, z, out)
+    check_batch(cache, metadata, mixed_qkv.shape[0])
+    if cache.records is not None:
+        check_records_live(cache.records, metadata.runs)
+    _schema.refuse_gradient("gdn_attention", (mixed_qkv, a, b, z, *_state_tensors(core), out))
+    core.run(mixed_qkv, a, b, z, metadata.runs, out)
+    return out
+
+
+def _state_tensors(core: Core) -> list[Tensor]:
+    return [core.A_log, core.dt_bias, core.conv_weight, core.norm_weight, core.conv_states, core.state]
+
+
+# --- the op -----------------------------------------------------------------------------------------------------------
+
+SCHEMA = (
+    "Tensor mixed_qkv, Tensor a, Tensor b, Tensor z, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, "
+    "Tensor dt_bias, Tensor norm_weight, float norm_eps, int num_key_heads, int head_k_dim, str? activation, "
+    "str output_gate_activation, Tensor(a!) conv_states, Tensor(b!) state, Tensor(c!)? records_k, "
+    "Tensor(d!)? records_u, Tensor(e!)? records_decay, Tensor(f!)? records_live, bool state_v_first, int? null_slot, "
+    "Tensor bounds, Tensor cu_seqlens, Tensor slots, Tensor num_accepted_tokens, Tensor has_initial_state, "
+    "Tensor(g!) out"
+)
+
+
+def _flat(
+    core: Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, metadata: GDNMetadata, out: Tensor
+) -> tuple[Any, ...]:
+    records = core.records
+    parts = (None,) * 4 if records is None else (records.k, records.u, records.decay, records.live)
+    return (
+        mixed_qkv, a, b, z, *core[:12], *parts, core.state_v_first, core.null_slot, metadata.bounds,
+        metadata.cu_seqlens, metadata.slots, metadata.num_accepted_tokens, metadata.has_initial_state, out,
+    )  # fmt: skip
+
+
+def _unflatten(flat: Sequence[Any]) -> tuple[Core, tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...], Tensor]:
+    """Return the core, its inputs (mixed_qkv, a, b, z), the tensors of the rows and out."""
+    records = None if flat[16] is None else ReplayRecords.from_tensors(*flat[16:20])
+    core = Core._make([*flat[4:16], records, flat[20], flat[21]])
+    return core, (flat[0], flat[1], flat[2], flat[3]), tuple(flat[22:27]), flat[27]
+
+
+def _run_flat(*flat: Any) -> None:
+    core, inputs, (bounds, *rows), out = _unflatten(flat)
+    check_cache(core)
+    check_inputs(core, *inputs, out)
+    check_rows(core, bounds, *rows)
+    runs = cut_runs(bounds.tolist(), *rows)
+    if core.records is not None:
+        check_records_live(core.records, runs)
+    core.run(*inputs, runs, out)
+
+
+def _fake_flat(*flat: Any) -> None:
+    core, inputs, (bounds, *rows), out = _unflatten(flat)
+    check_cache(core)
+    check_inputs(core, *inputs, out)
+    check_rows(core, bounds, *rows)
+
+
+_library = torch.library.Library("gdn", "FRAGMENT")
+_library.define(f"gdn_attention({SCHEMA}) -> ()")
+_library.impl("gdn_attention", _run_flat, "CompositeExplicitAutograd")
+_library.impl("gdn_attention", _schema.autograd_kernel("gdn_attention"), "Autograd")
+torch.library.register_fake("gdn::gdn_attention", _fake_flat, lib=_library)

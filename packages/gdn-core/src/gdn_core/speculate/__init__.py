@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding of models with Gated DeltaNet layers, for several requests at once.
+
+A drafter proposes a block of tokens for each request; the target verifies all blocks in one pass, together with the
+prompts of other requests; what was rejected is taken back from the states by the number of accepted tokens alone.
+"""
+
+from __future__ import annotations
+
+from .drafter import ContextCache, Drafter, PromptLookup
+from .engine import Batch, Engine, Request, Target
+from .exact import row_by_row
+
+__all__ = ["Batch", "ContextCache", "Drafter", "Engine", "PromptLookup", "Request", "Target", "row_by_row"]
