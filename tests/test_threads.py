@@ -35,7 +35,7 @@ PRELUDE = """
         # A pool small enough that torch copies it on one thread.
         yield "fused_sigmoid_gating_delta_rule_update", inputs.decode_arguments((1,) * 8, 2, 4, 32, 16)[0]
         for op in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
-            yield op, inputs.delta_rule_arguments((9, 70), 4, 8, 64, 64)
+            yield op, inputs.delta_rule_arguments((9, *(70,) * 7), 4, 8, 64, 64)
         yield "causal_conv1d_fn", inputs.conv_fn_arguments((9, 700), 200, 4)[0]
         yield "causal_conv1d_update", inputs.conv_update_arguments((64,) * 8, 160, 4)[0]
 

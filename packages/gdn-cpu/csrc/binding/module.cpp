@@ -60,7 +60,7 @@ std::tuple<std::vector<double>, std::vector<ChainRow>> chunk_plan(std::vector<st
   for (const gdn::cpu::ChunkChain& chain : plan.chains) {
     chains.emplace_back(chain.sequence, chain.head_begin, chain.head_end, chain.v_begin, chain.v_end, chain.length);
   }
-  return {gdn::cpu::simulate(plan, threads), chains};
+  return {gdn::cpu::simulate(plan, threads), std::move(chains)};
 }
 
 std::tuple<std::int64_t, std::int64_t, bool> recurrence_plan(const std::vector<std::int64_t>& lengths,

@@ -16,11 +16,12 @@
 // No sum crosses columns: values do not depend on how these are divided. A chunk is cut where g is -inf, and what is
 // before the cut is not read after it.
 //
-// Bound by arithmetic: per head and chunk, K = V = 128, 4.0 million multiply-adds, of them 0.25 in the solve. One core of
-// Zen 4, two value heads a key head, 1024 tokens, us a head and chunk (the arithmetic alone: 37 with bf16, 69 in fp32):
+// Bound by arithmetic: per head and chunk, K = V = 128, 4.0 million multiply-adds, of them 0.25 in the solve. One core
+// of Zen 4, two value heads a key head, 1024 tokens, us a head and chunk (the arithmetic alone: 37 with bf16, 69 in
+// fp32):
 //   avx512_bf16 48, portable 83 on x86_v4 and 88 on x86_v3. In fp32 that is 83 and 78 % of the peak, everything
-//   included. OpenBLAS reaches 81 to 99 % in the products alone (0.3.34, m, n, k of 64 and 128; 70 to 87 % with its AVX2
-//   kernels): it could not win by a tenth, so there is no engine of it.
+//   included. OpenBLAS reaches 81 to 99 % in the products alone (0.3.34, m, n, k of 64 and 128; 70 to 87 % with its
+//   AVX2 kernels): it could not win by a tenth, so there is no engine of it.
 #pragma once
 
 #include "state.h"
