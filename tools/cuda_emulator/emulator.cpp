@@ -18,6 +18,7 @@ constexpr int kMaxThreads = 1024;
 constexpr std::size_t kStackBytes = 128 * 1024;
 // A thread that reads other blocks' values so often between two collectives waits for one of them.
 constexpr int kPatience = 1 << 20;
+constexpr int kMaxCopies = 64;  // of a thread, at a time
 
 enum class Wait { kNothing, kBarrier, kWarpBarrier, kShuffle };
 
@@ -40,6 +41,9 @@ struct Copy {
   Place place;
 };
 
+// What a fiber finds: the scheduler says it, since fibers leave the heap alone.
+enum class Finding { kNothing, kCopyNotAwaited, kTooManyCopies, kWaitsForBlock };
+
 struct Thread {
   Fiber fiber;
   int index = 0;
@@ -54,12 +58,14 @@ struct Thread {
   bool is_fenced = false;               // a fence since the last atomic
   unsigned* unfenced_atomic = nullptr;  // the atomic that the next fence completes
   int num_uncached_loads = 0;
-  std::vector<Copy> copies;
+  int num_copies = 0;
+  Copy copies[kMaxCopies];
 };
 
+// Addresses that stand for what orders memory; a block has its own, as no barrier orders two blocks.
 struct Tokens {
-  char of_block[2];
-  char of_warp[2][kWarp];  // one a warp
+  long of_block[2];
+  long of_warp[2][kMaxThreads / kWarp];
 };
 
 struct Launch {
@@ -71,9 +77,10 @@ struct Launch {
   std::vector<Thread> threads;
   Thread* current;
   char* shared;
-  Tokens tokens;
-  char done_token;
-  std::string fault;  // found inside of a fiber
+  Tokens* tokens;
+  long done_token;
+  Finding finding;
+  Place finding_place;
   std::mt19937 random;
 };
 Launch launch;
@@ -93,9 +100,18 @@ std::string where(const Thread& thread) {
   throw Fault("block (" + std::to_string(launch.x) + ", " + std::to_string(launch.y) + "): " + what);
 }
 
-[[noreturn]] void fault_in_fiber(const std::string& what) {
-  launch.fault = what;
+[[noreturn]] void fault_in_fiber(Finding finding, Place place) {
+  launch.finding = finding;
+  launch.finding_place = place;
   launch.current->fiber.finish();
+}
+
+void raise_finding() {
+  if (launch.finding == Finding::kNothing) return;
+  const std::string who = "thread " + std::to_string(launch.current->index), place = text(launch.finding_place);
+  if (launch.finding == Finding::kWaitsForBlock) fault(who + " waits for another block in " + place);
+  if (launch.finding == Finding::kTooManyCopies) fault(who + " has too many copies under way in " + place);
+  fault(who + " returned without having waited for the copy of " + place);
 }
 
 bool same_place(const Thread& a, const Thread& b) {
@@ -105,10 +121,7 @@ bool same_place(const Thread& a, const Thread& b) {
 void run_thread() {
   launch.kernel(launch.params);
   Thread& thread = *launch.current;
-  if (!thread.copies.empty()) {
-    fault_in_fiber("thread " + std::to_string(thread.index) + " returned without having waited for the copy of " +
-                   text(thread.copies.front().place));
-  }
+  if (thread.num_copies > 0) fault_in_fiber(Finding::kCopyNotAwaited, thread.copies[0].place);
   thread.is_done = true;
   release_to(&launch.done_token);
   thread.fiber.finish();
@@ -132,7 +145,7 @@ void run_warp(Thread* warp) {
       launch.current = &thread;
       thread.fiber.resume();
       moved = true;
-      if (!launch.fault.empty()) fault(launch.fault);
+      raise_finding();
     }
     if (!moved) return;
     for (int lane = 1; lane < kWarp; ++lane) {
@@ -160,6 +173,15 @@ void run_threads() {
     }
     for (Thread& thread : threads) thread.wait = Wait::kNothing;
   }
+}
+
+// Of addresses that no block before had. They are only named, never touched.
+Tokens* new_tokens() {
+  constexpr std::size_t kReserved = std::size_t{1} << 32;
+  static auto* const first = reinterpret_cast<Tokens*>(map_memory(kReserved));
+  static std::size_t used = 0;
+  if ((used + 1) * sizeof(Tokens) > kReserved) used = 0;
+  return first + used++;
 }
 
 #ifdef GDN_TSAN
@@ -204,6 +226,7 @@ void run_block(std::int64_t block) {
   launch.y = block / grid.blocks_x;
   BlockMemory memory(static_cast<std::size_t>(grid.threads) * kStackBytes, grid.shared_bytes);
   launch.shared = memory.shared();
+  launch.tokens = new_tokens();
   std::memset(launch.shared, 0xff, grid.shared_bytes);
   launch.threads = std::vector<Thread>(static_cast<std::size_t>(grid.threads));
   for (std::size_t i = 0; i < launch.threads.size(); ++i) {
@@ -225,7 +248,7 @@ void run_grid(const Settings& settings, const Grid& grid, void (*kernel)(const v
   launch.grid = &grid;
   launch.kernel = kernel;
   launch.params = params;
-  launch.fault.clear();
+  launch.finding = Finding::kNothing;
   launch.random.seed(settings.seed);
   enter_scheduler();
   for (const std::int64_t block : ordered(grid.blocks_x * grid.blocks_y)) run_block(block);
@@ -247,7 +270,7 @@ void wait_at(Wait wait, Place place) {
 
 bool is_skipped(Place place) { return place.line == launch.settings->skipped_line; }
 
-void synchronize(Wait wait, char* token, Place place) {
+void synchronize(Wait wait, long* token, Place place) {
   release_to(token);
   wait_at(wait, place);
   acquire_from(token);
@@ -263,13 +286,13 @@ char* shared_memory() { return launch.shared; }
 
 void barrier(Place place) {
   if (is_skipped(place)) return;
-  synchronize(Wait::kBarrier, &launch.tokens.of_block[launch.current->num_barriers++ % 2], place);
+  synchronize(Wait::kBarrier, &launch.tokens->of_block[launch.current->num_barriers++ % 2], place);
 }
 
 void warp_barrier(Place place) {
   if (is_skipped(place)) return;
   Thread& thread = *launch.current;
-  synchronize(Wait::kWarpBarrier, &launch.tokens.of_warp[thread.num_warp_barriers++ % 2][thread.index / kWarp], place);
+  synchronize(Wait::kWarpBarrier, &launch.tokens->of_warp[thread.num_warp_barriers++ % 2][thread.index / kWarp], place);
 }
 
 __attribute__((no_sanitize("thread"))) float shuffle(float value, int source_lane, Place place) {
@@ -301,19 +324,20 @@ unsigned atomic_increment(unsigned* counter, unsigned last) {
 
 void note_uncached_load(Place place) {
   Thread& thread = *launch.current;
-  if (++thread.num_uncached_loads > kPatience) {
-    fault_in_fiber("thread " + std::to_string(thread.index) + " waits for another block in " + text(place));
-  }
+  if (++thread.num_uncached_loads > kPatience) fault_in_fiber(Finding::kWaitsForBlock, place);
 }
 
 void copy16_async(void* shared, const void* global, Place place) {
+  Thread& thread = *launch.current;
+  if (thread.num_copies == kMaxCopies) fault_in_fiber(Finding::kTooManyCopies, place);
   if (launch.settings->copies == Arrival::kEarly) std::memcpy(shared, global, 16);
-  launch.current->copies.push_back({shared, global, place});
+  thread.copies[thread.num_copies++] = {shared, global, place};
 }
 
 void await_copies() {
-  for (const Copy& copy : launch.current->copies) std::memcpy(copy.to, copy.from, 16);
-  launch.current->copies.clear();
+  Thread& thread = *launch.current;
+  for (int i = 0; i < thread.num_copies; ++i) std::memcpy(thread.copies[i].to, thread.copies[i].from, 16);
+  thread.num_copies = 0;
 }
 
 }  // namespace gdn::emulator

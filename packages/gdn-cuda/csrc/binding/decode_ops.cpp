@@ -11,7 +11,6 @@
 namespace gdn::cuda {
 namespace {
 
-constexpr std::int64_t kMaxColumns = 16;
 constexpr std::int64_t kMaxBlocksY = 65535;
 
 struct Sizes {

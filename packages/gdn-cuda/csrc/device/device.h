@@ -67,6 +67,13 @@ GDN_DEVICE float load_uncached(const float* address) {
   return value;
 }
 
+// Sixteen bytes to shared memory, there once the thread has awaited its copies.
+GDN_DEVICE void copy16_async(void* shared, const void* global) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+}
+GDN_DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 GDN_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 GDN_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
 GDN_DEVICE unsigned bits_of(float value) { return __float_as_uint(value); }

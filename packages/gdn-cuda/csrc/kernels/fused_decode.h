@@ -49,12 +49,12 @@ struct DecodeBlock {
   };
 
   const DecodeParams& p;
-  const Index n;
+  const int n;
   const int head, key_head, split;
   const int width, v_begin;  // this block's columns of V
   const int lane, warp, num_warps;
   float* const shared;
-  const SharedLayout at;
+  const SharedRows at;
 
   GDN_DEVICE explicit DecodeBlock(const DecodeParams& params)
       : p(params),
@@ -68,7 +68,7 @@ struct DecodeBlock {
         warp(thread_index() / kWarp),
         num_warps(num_threads() / kWarp),
         shared(reinterpret_cast<float*>(shared_memory())),
-        at(shared_layout(kKeyDim, width, params.num_columns, kReplay)) {}
+        at(shared_rows(kKeyDim, width, params.num_columns, kReplay)) {}
 
   GDN_DEVICE void run() {
     if (n < p.num_rows) run_row(read_row());
@@ -145,11 +145,9 @@ struct DecodeBlock {
     stage(row);
     barrier();
     if (kReplay && thread_index() == 0) arrive_at_row();
-#pragma unroll 1
-    for (int first = 0; first < width; first += pass_rows) {
-      const int v = first + group * Tile::kRows;
-      if (first > 0) tile.load(state_rows(row.source, v), group_lane);
-      tile.widen();
+    tile.widen();
+    int v = group * Tile::kRows;
+    while (true) {
       if (kReplay && row.num_replayed > 0) {
         replay(row, tile, v, group_lane);
         tile.store_and_round(state_rows(row.source, v), group_lane);
@@ -162,6 +160,10 @@ struct DecodeBlock {
           if (slot >= 0) tile.store(state_rows(slot, v), group_lane);
         }
       }
+      v += pass_rows;
+      if (v >= width) break;
+      tile.load(state_rows(row.source, v), group_lane);
+      tile.widen();
     }
     finish(row);
     if (kReplay) renew_records(row);
@@ -173,8 +175,8 @@ struct DecodeBlock {
     return static_cast<Storage*>(p.state) + slot * p.slot_stride + v_rows * kKeyDim;
   }
 
-  GDN_DEVICE Index* destinations() const { return reinterpret_cast<Index*>(shared + at.destinations); }
-  GDN_DEVICE int* flags() const { return reinterpret_cast<int*>(shared + at.flag); }
+  GDN_DEVICE Index* destinations() const { return reinterpret_cast<Index*>(shared + shared_at::kDestinations); }
+  GDN_DEVICE int* flags() const { return reinterpret_cast<int*>(shared + shared_at::kFlags); }
 
   // --- tokens to shared memory, a warp each ---
 
@@ -213,9 +215,9 @@ struct DecodeBlock {
     put_row(shared + at.k + t * kKeyDim, k, k_factor);
     if (lane == 0) {
       const float b = load_value(p.b.data, p.b.dtype, token * p.b.token_stride + head * p.b.head_stride);
-      shared[at.decay + t] = decay_of(token, head);
-      shared[at.beta + t] = sigmoid(b);
-      shared[at.qk + t] = qk;
+      shared[shared_at::kDecay + t] = decay_of(token, head);
+      shared[shared_at::kBeta + t] = sigmoid(b);
+      shared[shared_at::kQk + t] = qk;
       if constexpr (!kReplay) {
         const Index slot = load_index(p.slots, n, t);
         destinations()[t] = is_slot(slot) ? slot : -1;
@@ -238,7 +240,7 @@ struct DecodeBlock {
 #pragma unroll 1
     for (int c = lane; c < width; c += kWarp) staged_u[c] = u[c];
     put_row(shared + at.old_k + i * kKeyDim, k, inverse_norm(k));
-    if (lane == 0) shared[at.old_decay + i] = *decay_record(row.source, i, head);
+    if (lane == 0) shared[shared_at::kOldDecay + i] = *decay_record(row.source, i, head);
   }
 
   GDN_DEVICE float inverse_norm(const float (&x)[kPerLane]) const {
@@ -267,7 +269,7 @@ struct DecodeBlock {
   GDN_DEVICE void replay(const Row& row, Tile& tile, int v, int group_lane) const {
 #pragma unroll 1
     for (int i = 0; i < row.num_replayed; ++i) {
-      const float decay = shared[at.old_decay + i];
+      const float decay = shared[shared_at::kOldDecay + i];
       float u[Tile::kRows];
 #pragma unroll
       for (int r = 0; r < Tile::kRows; ++r) u[r] = shared[at.o + i * width + v + r];
@@ -280,7 +282,7 @@ struct DecodeBlock {
 
   GDN_DEVICE void run_token(const Row& row, Tile& tile, int t, int v, int group_lane) const {
     constexpr int kRows = Tile::kRows;
-    const float decay = shared[at.decay + t], beta = shared[at.beta + t], qk = shared[at.qk + t];
+    const float decay = shared[shared_at::kDecay + t], beta = shared[shared_at::kBeta + t], qk = shared[shared_at::kQk + t];
     const float *q = shared + at.q + t * kKeyDim, *k = shared + at.k + t * kKeyDim;
     if (decay == 0.0f) tile.clear();
     // M k of each row, then M q.
@@ -298,7 +300,7 @@ struct DecodeBlock {
         add_products(sums[kRows + r], m, query);
       }
     }
-    const float sum = group_sums(sums, group_lane);
+    const float sum = group_sums<kRowLanes / 2>(sums, group_lane);
     // The first four threads of a group have the sums with k, the others those with q, of the same rows.
     const bool has_key_sum = group_lane < kRowLanes / 2;
     constexpr int kThreadsPerSum = 4 / kRows;
@@ -335,7 +337,7 @@ struct DecodeBlock {
     Index token_stride = width;
     int begin = v_begin, count = width;
     if (is_shared_out) {
-      float* partial = p.partial_outputs + (n * p.num_columns * p.num_value_heads + head) * p.value_dim;
+      float* partial = p.partial_outputs + (static_cast<Index>(n) * p.num_columns * p.num_value_heads + head) * p.value_dim;
       token_stride = static_cast<Index>(p.num_value_heads) * p.value_dim;
       if (!is_last_of_head(row, partial, token_stride)) return;
       o = partial;
@@ -358,7 +360,7 @@ struct DecodeBlock {
     }
     barrier();
     if (thread_index() == 0) {
-      flags()[0] = is_last_to_arrive(p.head_counters + n * p.num_value_heads + head, p.num_splits);
+      flags()[0] = is_last_to_arrive(p.head_counters + static_cast<Index>(n) * p.num_value_heads + head, p.num_splits);
     }
     barrier();
     return flags()[0] != 0;

@@ -63,27 +63,31 @@ inline constexpr int kMaxThreads = 256;
 inline constexpr int kMaxValueDim = 256;
 inline constexpr int kRowLanes = 8;  // threads that share a row of the state
 
-// Rows of the state that a thread has a part of: no more than 64 values in registers.
-GDN_HOST_DEVICE constexpr int rows_per_thread(int key_dim) { return key_dim > 128 ? 2 : 4; }
+// Rows of the state that a thread has a part of. Up to 64 values; with fewer of the wide rows nothing else has to leave
+// the registers.
+GDN_HOST_DEVICE constexpr int rows_per_thread(int key_dim) { return key_dim > 128 ? 1 : 4; }
 
-// Shared memory, in floats, for `columns` tokens and a block's `width` columns of V.
-struct SharedLayout {
-  int q, k, old_k, v, o, decay, beta, qk, old_decay, destinations, flag, end;
+inline constexpr int kMaxColumns = 16;  // tokens of a row
+
+// Shared memory, in floats: first what there is one of a token, at places that the compiler knows.
+namespace shared_at {
+inline constexpr int kDecay = 0, kBeta = kMaxColumns, kQk = 2 * kMaxColumns, kOldDecay = 3 * kMaxColumns;
+inline constexpr int kDestinations = 4 * kMaxColumns;  // an Index each
+inline constexpr int kFlags = 6 * kMaxColumns, kRows = kFlags + 4;
+}  // namespace shared_at
+
+// Then rows of the key dimension and of a block's `width` columns of V, for `columns` tokens.
+struct SharedRows {
+  int q, k, old_k, v, o, end;
 };
-GDN_HOST_DEVICE constexpr SharedLayout shared_layout(int key_dim, int width, int columns, bool replay) {
-  SharedLayout at{};
-  at.q = 0;
+GDN_HOST_DEVICE constexpr SharedRows shared_rows(int key_dim, int width, int columns, bool replay) {
+  SharedRows at{};
+  at.q = shared_at::kRows;
   at.k = at.q + columns * key_dim;
   at.old_k = at.k + columns * key_dim;
   at.v = at.old_k + (replay ? columns * key_dim : 0);
   at.o = at.v + columns * width;
-  at.decay = at.o + columns * width;
-  at.beta = at.decay + columns;
-  at.qk = at.beta + columns;
-  at.old_decay = at.qk + columns;
-  at.destinations = at.old_decay + columns;  // one Index each
-  at.flag = at.destinations + 2 * columns;
-  at.end = at.flag + 2;
+  at.end = at.o + columns * width;
   return at;
 }
 

@@ -136,29 +136,23 @@ struct StateTile {
   }
 };
 
-// Adds each of the values up over a group. A thread gets one of the sums: at each step its half of the values goes on,
-// and the other half to the thread that keeps it. The order of additions is the same for every value.
-template <int kCount>
-GDN_DEVICE float group_sums(float (&values)[kCount], int lane) {
-  constexpr int kHalf = kCount / 2, kQuarter = kCount / 4;
+// Adds each of the values, which are a power of two up to 8, up over a group. A thread gets one of the sums: at each step
+// half of its values go on, and the other half to the thread that keeps it, until there is one. The order of additions
+// is the same for every value.
+template <int kMask, int kCount>
+GDN_DEVICE float group_sums(const float (&values)[kCount], int lane) {
+  constexpr int kLeft = kCount > 1 ? kCount / 2 : 1;
+  float sums[kLeft];
 #pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    const bool upper = (lane & 4) != 0;
-    const float kept = upper ? values[kHalf + i] : values[i], given = upper ? values[i] : values[kHalf + i];
-    values[i] = kept + shuffle_xor(given, 4);
+  for (int i = 0; i < kLeft; ++i) {
+    const bool is_upper = kCount > 1 && (lane & kMask) != 0;
+    const float lower = values[i], upper = values[kCount - kLeft + i];
+    sums[i] = (is_upper ? upper : lower) + shuffle_xor(is_upper ? lower : upper, kMask);
   }
-#pragma unroll
-  for (int i = 0; i < kQuarter; ++i) {
-    const bool upper = (lane & 2) != 0;
-    const float kept = upper ? values[kQuarter + i] : values[i], given = upper ? values[i] : values[kQuarter + i];
-    values[i] = kept + shuffle_xor(given, 2);
-  }
-  if constexpr (kQuarter == 2) {
-    const bool upper = (lane & 1) != 0;
-    const float kept = upper ? values[1] : values[0], given = upper ? values[0] : values[1];
-    return kept + shuffle_xor(given, 1);
+  if constexpr (kMask == 1) {
+    return sums[0];
   } else {
-    return values[0] + shuffle_xor(values[0], 1);
+    return group_sums<kMask / 2>(sums, lane);
   }
 }
 

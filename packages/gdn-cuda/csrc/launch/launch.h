@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "kernels/params.h"
 
@@ -19,6 +20,8 @@ struct DecodeCall {
   int device = 0;
 };
 
+// All that fused_decode.cu defines.
+std::vector<std::string> decode_kernel_names();
 // Whether there is a kernel for these dimensions.
 bool has_decode_kernel(std::int64_t key_dim, std::int64_t value_dim);
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <iterator>
 
 #include "launch/launch.h"
 
@@ -9,7 +10,9 @@ namespace {
 constexpr int kSmallestWidth = 32;
 constexpr int kBlocksPerProcessor = 2;  // that run at the same time, see fused_decode.cu
 
-bool is_kernel_dim(std::int64_t dim) { return dim == 64 || dim == 128 || dim == 256; }
+constexpr int kDims[] = {64, 128, 256};
+
+bool is_kernel_dim(std::int64_t dim) { return std::find(std::begin(kDims), std::end(kDims), dim) != std::end(kDims); }
 
 const char* dtype_name(DType dtype) {
   switch (dtype) {
@@ -20,6 +23,10 @@ const char* dtype_name(DType dtype) {
     default:
       return "float32";
   }
+}
+
+std::string kernel_name(int key_dim, DType state, bool replays) {
+  return "gdn_decode_" + std::to_string(key_dim) + "_" + dtype_name(state) + (replays ? "_replay" : "_slots");
 }
 
 bool norms_over_blocks(const DecodeParams& p) { return p.norm_weight.data != nullptr && p.num_splits > 1; }
@@ -34,6 +41,16 @@ int choose_splits(const DecodeParams& p, int num_processors) {
 
 }  // namespace
 
+std::vector<std::string> decode_kernel_names() {
+  std::vector<std::string> names;
+  for (const int key_dim : kDims) {
+    for (const DType state : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      for (const bool replays : {false, true}) names.push_back(kernel_name(key_dim, state, replays));
+    }
+  }
+  return names;
+}
+
 bool has_decode_kernel(std::int64_t key_dim, std::int64_t value_dim) {
   return is_kernel_dim(key_dim) && is_kernel_dim(value_dim);
 }
@@ -44,13 +61,12 @@ DecodePlan plan_decode(DecodeCall& call, int num_processors) {
   p.num_splits = choose_splits(p, num_processors);
   const int width = p.value_dim / p.num_splits;
   DecodePlan plan;
-  plan.kernel = "gdn_decode_" + std::to_string(call.key_dim) + "_" + dtype_name(call.state_dtype) +
-                (call.replays ? "_replay" : "_slots");
+  plan.kernel = kernel_name(call.key_dim, call.state_dtype, call.replays);
   plan.blocks_x = p.row_blocks * p.num_splits;
   plan.blocks_y = p.num_value_heads;
   plan.threads = std::min(kMaxThreads, width * kRowLanes / rows_per_thread(call.key_dim));
   plan.shared_bytes =
-      static_cast<std::size_t>(shared_layout(call.key_dim, width, p.num_columns, call.replays).end) * sizeof(float);
+      static_cast<std::size_t>(shared_rows(call.key_dim, width, p.num_columns, call.replays).end) * sizeof(float);
   const auto rows = static_cast<std::size_t>(p.num_rows), heads = static_cast<std::size_t>(p.num_value_heads);
   if (call.replays) plan.counter_bytes += rows * sizeof(unsigned);
   if (norms_over_blocks(p)) {
