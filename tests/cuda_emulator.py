@@ -26,6 +26,7 @@ BUILD = ROOT / "build" / "cuda-emulator"
 KERNELS = ROOT / "packages" / "gdn-cuda" / "csrc" / "kernels"
 
 OPS = (
+    "fused_sigmoid_gating_delta_rule_update",
     "fused_sigmoid_gating_delta_rule_update_spec",
     "fused_sigmoid_gating_delta_rule_update_replay",
     "fused_gdn_decode_post_conv_mtp",

@@ -117,6 +117,24 @@ def test_separate_q_k_and_v_without_a_norm(emulator, op, normalize, processors):
     check(op, arguments, guarded)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("normalize", [False, True])
+@SPLITS
+def test_single_tokens(emulator, dtype, normalize, processors):
+    """One token and one slot a row, without offsets: the plain decode."""
+    emulator.configure(num_processors=processors)
+    arguments, guarded = inputs.decode_arguments((1, 1, 1), 2, 4, 64, 128, dtype=dtype, state_v_first=True)
+    arguments |= {"cu_seqlens": None, "use_qk_l2norm_in_kernel": normalize, "k": arguments["k"] / 4}
+    wide = to_float64(arguments)
+    expected = oracle.fused_sigmoid_gating_delta_rule_update(**wide)
+    o = call(DECODE, arguments)
+    assert packed_relative_error(o, expected, torch.arange(4)) <= tolerance("decode_output", dtype)
+    assert relative_error(guarded.pool, wide["initial_state_source"], (2, 3)) <= tolerance("decode_state", dtype)
+    guarded.check()
+    with pytest.raises(NotImplementedError, match="cu_seqlens: rows of one token each"):
+        call(DECODE, {**arguments, "cu_seqlens": torch.arange(4)})
+
+
 @BOTH_FUSED
 @pytest.mark.parametrize("S", [1, 2, 5, 8, 16])
 def test_up_to_16_tokens(emulator, op, S):

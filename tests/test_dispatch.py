@@ -521,6 +521,20 @@ def test_GDN_DECODE_KERNEL_cuda_takes_no_other_kernel(monkeypatch, rediscover, c
     gdn_core.fused_gdn_decode_post_conv_mtp(**inputs.fused_decode_arguments([1, 2], 2, 1, 2, 8, 8)[0])  # on the CPU
 
 
+@pytest.mark.parametrize(("value", "expected"), [("1", ["dry", "values", "run"]), ("", ["run"])])
+def test_GDN_DEBUG_reads_what_lies_on_a_device(monkeypatch, rediscover, value, expected):
+    """A kernel on a device leaves indices unread, since that would mean to wait; under GDN_DEBUG=1 they are checked."""
+    provider, events = FakeCuda(), []
+    provider.ops[FUSED_DECODE] = lambda *flat, dry_run=False: events.append("dry" if dry_run else "run")
+    monkeypatch.setenv("GDN_DEBUG", value)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (FakeEntry(provider),))
+    monkeypatch.setattr(_validate, "check", lambda *_: events.append("values"))
+    rediscover()
+    arguments, _ = inputs.fused_decode_arguments([1, 2], 2, 1, 2, 8, 8)
+    gdn_core.fused_gdn_decode_post_conv_mtp(**on_meta(arguments))
+    assert events == expected
+
+
 def on_meta(arguments):
     moved = {}
     for name, value in arguments.items():

@@ -34,7 +34,20 @@ struct Case {
 };
 
 const Case kCases[] = {
-    {64, 64, 1, 2, 3, 1, DType::kFloat32, DType::kBFloat16, false, true, false, Activation::kSilu, {3, 0, 2}, {2, 1, 0}},
+    {64,
+     64,
+     1,
+     2,
+     3,
+     1,
+     DType::kFloat32,
+     DType::kBFloat16,
+     false,
+     true,
+     false,
+     Activation::kSilu,
+     {3, 0, 2},
+     {2, 1, 0}},
     {64, 64, 1, 2, 3, 64, DType::kBFloat16, DType::kFloat16, false, true, true, Activation::kSigmoid, {3, 1}, {3, 1}},
     {64, 64, 2, 4, 3, 1, DType::kFloat32, DType::kBFloat16, true, true, false, Activation::kSilu, {3, 2}, {2, 3}},
     {64, 64, 2, 4, 3, 64, DType::kFloat16, DType::kFloat32, true, true, true, Activation::kSilu, {1, 3}, {3, 0}},
@@ -77,7 +90,8 @@ struct Buffer {
 
   Buffer(DType of, std::size_t size, float spread) : dtype(of), count(size), data(new char[size * bytes_of(of)]) {
     std::normal_distribution<float> normal(0.0f, 1.0f);
-    for (std::size_t i = 0; i < count; ++i) put(data.get() + i * bytes_of(dtype), dtype, spread * normal(random_engine));
+    for (std::size_t i = 0; i < count; ++i)
+      put(data.get() + i * bytes_of(dtype), dtype, spread * normal(random_engine));
   }
   void fill(float value) {
     for (std::size_t i = 0; i < count; ++i) put(data.get() + i * bytes_of(dtype), dtype, value);

@@ -33,7 +33,8 @@ const std::vector<FakeDevice>& devices() {
     std::vector<FakeDevice> found;
     std::istringstream text(setting("FAKE_CUDA_DEVICES", "9.0"));
     std::string item;
-    while (std::getline(text, item, ',')) found.push_back({std::stoi(item), std::stoi(item.substr(item.find('.') + 1))});
+    while (std::getline(text, item, ','))
+      found.push_back({std::stoi(item), std::stoi(item.substr(item.find('.') + 1))});
     return found;
   }();
   return all;

@@ -20,8 +20,8 @@ using namespace gdn::device;
 constexpr int kThreads = 64;
 
 struct Params {
-  float* out;           // [blocks, kThreads]
-  const float* in;      // [kThreads]
+  float* out;       // [blocks, kThreads]
+  const float* in;  // [kThreads]
   unsigned* counter;
 };
 

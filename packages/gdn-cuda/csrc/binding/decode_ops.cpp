@@ -92,6 +92,24 @@ void set_null_slot(DecodeParams& p, handle null_slot) {
   if (p.has_null_slot) p.null_slot = integer(null_slot, "null_slot");
 }
 
+// One token and one slot a row.
+void set_single_tokens(Checked& checked, const TensorView& slots, const TensorView& cu_seqlens, handle null_slot) {
+  DecodeParams& p = checked.call.params;
+  p.num_rows = checked.s.tokens;
+  p.num_columns = 1;
+  if (!cu_seqlens.is_none()) {
+    checked.arguments.indices(cu_seqlens, "cu_seqlens", {"N+1"});
+    if (cu_seqlens.size(0) < 1) {
+      raise_value(cat({"cu_seqlens: expected at least one offset, got ", describe(cu_seqlens)}));
+    }
+    p.num_rows = cu_seqlens.size(0) - 1;
+  }
+  p.slots = checked.arguments.indices(slots, "initial_state_indices", {p.num_rows});
+  set_null_slot(p, null_slot);
+  // How long the rows are only the device knows, and the kernel stores a state after every token.
+  if (!cu_seqlens.is_none()) decline("cu_seqlens: rows of one token each (None)");
+}
+
 void set_rows(Checked& checked, std::int64_t rows, std::int64_t columns, const TensorView& num_accepted_tokens,
               const TensorView& cu_seqlens) {
   DecodeParams& p = checked.call.params;
@@ -287,6 +305,32 @@ void run_fused(Checked& checked, const FusedArguments& args, bool dry_run) {
 
 }  // namespace
 
+void fused_sigmoid_gating_delta_rule_update(TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k,
+                                            TensorView& v, TensorView& a, TensorView& b,
+                                            TensorView& initial_state_source, TensorView& initial_state_indices,
+                                            TensorView& cu_seqlens, handle use_qk_l2norm_in_kernel,
+                                            handle softplus_beta, handle softplus_threshold, handle scale,
+                                            handle state_v_first, handle null_slot, TensorView& out, bool dry_run) {
+  const DecodeArguments args{A_log,
+                             dt_bias,
+                             q,
+                             k,
+                             v,
+                             a,
+                             b,
+                             initial_state_source,
+                             "initial_state_source",
+                             use_qk_l2norm_in_kernel,
+                             softplus_beta,
+                             softplus_threshold,
+                             scale,
+                             state_v_first,
+                             out};
+  Checked checked = check_decode(args);
+  set_single_tokens(checked, initial_state_indices, cu_seqlens, null_slot);
+  run_decode(checked, args, dry_run);
+}
+
 void fused_sigmoid_gating_delta_rule_update_spec(TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k,
                                                  TensorView& v, TensorView& a, TensorView& b,
                                                  TensorView& initial_state_source, TensorView& spec_state_indices,
@@ -386,6 +430,11 @@ void fused_gdn_decode_post_conv_mtp_replay(TensorView& mixed_qkv, TensorView& a,
 
 void bind_ops(nb::module_& m) {
   using namespace nb::literals;
+  m.def("fused_sigmoid_gating_delta_rule_update", &fused_sigmoid_gating_delta_rule_update, "A_log"_a.none(),
+        "dt_bias"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "a"_a.none(), "b"_a.none(),
+        "initial_state_source"_a.none(), "initial_state_indices"_a.none(), "cu_seqlens"_a.none(),
+        "use_qk_l2norm_in_kernel"_a.none(), "softplus_beta"_a.none(), "softplus_threshold"_a.none(), "scale"_a.none(),
+        "state_v_first"_a.none(), "null_slot"_a.none(), "out"_a.none(), "dry_run"_a = false);
   m.def("fused_sigmoid_gating_delta_rule_update_spec", &fused_sigmoid_gating_delta_rule_update_spec, "A_log"_a.none(),
         "dt_bias"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "a"_a.none(), "b"_a.none(),
         "initial_state_source"_a.none(), "spec_state_indices"_a.none(), "num_accepted_tokens"_a.none(),

@@ -9,6 +9,12 @@ namespace gdn::cuda {
 
 using nb::handle;
 
+void fused_sigmoid_gating_delta_rule_update(TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k,
+                                            TensorView& v, TensorView& a, TensorView& b,
+                                            TensorView& initial_state_source, TensorView& initial_state_indices,
+                                            TensorView& cu_seqlens, handle use_qk_l2norm_in_kernel,
+                                            handle softplus_beta, handle softplus_threshold, handle scale,
+                                            handle state_v_first, handle null_slot, TensorView& out, bool dry_run);
 void fused_sigmoid_gating_delta_rule_update_spec(TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k,
                                                  TensorView& v, TensorView& a, TensorView& b,
                                                  TensorView& initial_state_source, TensorView& spec_state_indices,

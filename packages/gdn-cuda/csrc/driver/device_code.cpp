@@ -2,7 +2,7 @@
 #include "driver/device_code.h"
 
 // Files that the build made, from symbol to symbol_end.
-#define GDN_EMBED(SYMBOL, FILE)                                                                               \
+#define GDN_EMBED(SYMBOL, FILE)                                                                                    \
   __asm__(".section .rodata\n.balign 64\n" #SYMBOL ":\n.incbin \"" FILE "\"\n" #SYMBOL "_end:\n.byte 0\n.text\n"); \
   extern "C" const char SYMBOL[], SYMBOL##_end[];
 #include "device_code_table.h"
@@ -24,18 +24,16 @@ const std::vector<DeviceCode>& device_code() {
   return all;
 }
 
-DeviceCompiler device_compiler() {
-  return {GDN_DEVICE_COMPILER, GDN_DEVICE_COMPILER_MAJOR, GDN_DEVICE_COMPILER_MINOR};
-}
+DeviceCompiler device_compiler() { return {GDN_DEVICE_COMPILER, GDN_DEVICE_COMPILER_MAJOR, GDN_DEVICE_COMPILER_MINOR}; }
 
 const DeviceCode* code_for(int major, int minor) {
   const DeviceCode* best = nullptr;
   for (const DeviceCode& code : device_code()) {
     const bool is_older = code.major < major || (code.major == major && code.minor <= minor);
-    const bool runs = code.is_ptx ? is_older
-                                  : code.major == major && (code.scope == 'a' ? code.minor == minor : is_older);
-    const bool is_better = best == nullptr || (best->is_ptx && !code.is_ptx) ||
-                           (best->is_ptx == code.is_ptx && code.minor > best->minor);
+    const bool runs =
+        code.is_ptx ? is_older : code.major == major && (code.scope == 'a' ? code.minor == minor : is_older);
+    const bool is_better =
+        best == nullptr || (best->is_ptx && !code.is_ptx) || (best->is_ptx == code.is_ptx && code.minor > best->minor);
     if (runs && is_better) best = &code;
   }
   return best;

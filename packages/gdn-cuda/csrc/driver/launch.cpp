@@ -5,6 +5,7 @@
 #include "launch/launch.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <map>
 #include <memory>

@@ -82,9 +82,13 @@ struct DecodeBlock {
     return slot >= 0 && slot < p.num_slots && !(p.has_null_slot && slot == p.null_slot);
   }
 
+  GDN_DEVICE Index row_start(Index row) const {
+    return p.cu_seqlens.data == nullptr ? row : load_index(p.cu_seqlens, row);
+  }
+
   // A row that is out of range in any way is padding; of its tokens those that exist are cleared.
   GDN_DEVICE Row read_row() const {
-    const Index start = load_index(p.cu_seqlens, n), end = load_index(p.cu_seqlens, n + 1);
+    const Index start = row_start(n), end = row_start(n + 1);
     Index accepted = p.num_accepted_tokens.data == nullptr ? 1 : load_index(p.num_accepted_tokens, n);
     if (accepted == 0) accepted = 1;
     Row row{start, -1, 0, 0, false};
@@ -122,7 +126,7 @@ struct DecodeBlock {
 
   // Tokens before the first row and after the last, shared out over the blocks.
   GDN_DEVICE void clear_uncovered_rows() const {
-    Index first = load_index(p.cu_seqlens, 0), last = load_index(p.cu_seqlens, p.num_rows);
+    Index first = row_start(0), last = row_start(p.num_rows);
     first = first < 0 ? 0 : (first > p.num_tokens ? p.num_tokens : first);
     last = last < first ? first : (last > p.num_tokens ? p.num_tokens : last);
 #pragma unroll 1
@@ -282,7 +286,8 @@ struct DecodeBlock {
 
   GDN_DEVICE void run_token(const Row& row, Tile& tile, int t, int v, int group_lane) const {
     constexpr int kRows = Tile::kRows;
-    const float decay = shared[shared_at::kDecay + t], beta = shared[shared_at::kBeta + t], qk = shared[shared_at::kQk + t];
+    const float decay = shared[shared_at::kDecay + t], beta = shared[shared_at::kBeta + t],
+                qk = shared[shared_at::kQk + t];
     const float *q = shared + at.q + t * kKeyDim, *k = shared + at.k + t * kKeyDim;
     if (decay == 0.0f) tile.clear();
     // M k of each row, then M q.
@@ -337,7 +342,8 @@ struct DecodeBlock {
     Index token_stride = width;
     int begin = v_begin, count = width;
     if (is_shared_out) {
-      float* partial = p.partial_outputs + (static_cast<Index>(n) * p.num_columns * p.num_value_heads + head) * p.value_dim;
+      float* partial =
+          p.partial_outputs + (static_cast<Index>(n) * p.num_columns * p.num_value_heads + head) * p.value_dim;
       token_stride = static_cast<Index>(p.num_value_heads) * p.value_dim;
       if (!is_last_of_head(row, partial, token_stride)) return;
       o = partial;

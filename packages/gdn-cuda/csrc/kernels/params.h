@@ -99,7 +99,7 @@ struct DecodeParams {
   Vector norm_weight;  // no data: no norm
   MutableOperand out;
 
-  Indices cu_seqlens;           // [num_rows + 1]
+  Indices cu_seqlens;           // [num_rows + 1], absent: one token a row
   Indices num_accepted_tokens;  // [num_rows], absent: 1 everywhere
   Indices slots;                // [num_rows, num_columns], with replay [num_rows]
   Indices token_rows;           // [num_tokens]: where token t lies in the operands; absent: at t

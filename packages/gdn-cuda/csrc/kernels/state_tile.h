@@ -136,9 +136,9 @@ struct StateTile {
   }
 };
 
-// Adds each of the values, which are a power of two up to 8, up over a group. A thread gets one of the sums: at each step
-// half of its values go on, and the other half to the thread that keeps it, until there is one. The order of additions
-// is the same for every value.
+// Adds each of the values, which are a power of two up to 8, up over a group. A thread gets one of the sums: at each
+// step half of its values go on, and the other half to the thread that keeps it, until there is one. The order of
+// additions is the same for every value.
 template <int kMask, int kCount>
 GDN_DEVICE float group_sums(const float (&values)[kCount], int lane) {
   constexpr int kLeft = kCount > 1 ? kCount / 2 : 1;

@@ -10,6 +10,7 @@ __version__ = _C.version()
 __all__ = ["__version__", "prepare", "provider"]
 
 _NATIVE = (
+    "fused_sigmoid_gating_delta_rule_update",
     "fused_sigmoid_gating_delta_rule_update_spec",
     "fused_sigmoid_gating_delta_rule_update_replay",
     "fused_gdn_decode_post_conv_mtp",
