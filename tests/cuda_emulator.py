@@ -61,7 +61,8 @@ def program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(build(name) / name), *arguments]
     if name.endswith("_thread"):
         command = ["setarch", platform.machine(), "--addr-no-randomize", *command]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # one race is enough: each report costs seconds
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
 def module() -> ModuleType:

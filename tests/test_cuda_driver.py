@@ -208,14 +208,19 @@ print(json.dumps([_C.code_for(*capability) for capability in capabilities]))
 
 
 def test_a_device_without_code_beside_one_with():
+    """Calls are declined, so that they run elsewhere; loading raises."""
     script = """
-try:
-    _C.prepare_device(0)
-except RuntimeError as error:
-    print(json.dumps(str(error)))
+found = []
+for attempt in (lambda: _C.prepare_device(0), lambda: run(arguments())):
+    try:
+        attempt()
+    except RuntimeError as error:
+        found.append([type(error).__name__, str(error)])
+print(json.dumps(found))
 """
-    problem = run_python(PRELUDE + script, FAKE_CUDA_DEVICES="7.5,9.0")
-    assert problem == "cuda:0 has compute capability 7.5, for which this gdn-cuda has no device code"
+    problem = "cuda:0 has compute capability 7.5, for which this gdn-cuda has no device code"
+    expected = [["RuntimeError", problem], ["NotImplementedError", problem]]
+    assert run_python(PRELUDE + script, FAKE_CUDA_DEVICES="7.5,9.0") == expected
 
 
 def test_installed_gdn_cuda_says_why_it_cannot_run(monkeypatch):

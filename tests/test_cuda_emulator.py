@@ -46,16 +46,15 @@ def lines_of(kernel: str) -> list[str]:
     return [f"{path.name}:{line}" for line in found]
 
 
-@pytest.mark.parametrize("kind", ["none", "address", "thread"])
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_kernels_raise_no_alarm(name, kind):
-    expected = None
-    for order in ORDERS:
+def test_right_kernels_raise_no_alarm(name):
+    runs = [("none", order) for order in ORDERS] + [("address", "forward"), ("thread", "random")]
+    outputs = set()
+    for kind, order in runs:
         result = program(f"planted_faults_{kind}", name, order)
         assert (result.returncode, result.stderr) == (0, ""), result.stderr
-        assert "nan" not in result.stdout
-        expected = expected or result.stdout
-        assert result.stdout == expected
+        outputs.add(result.stdout)
+    assert len(outputs) == 1 and "nan" not in outputs.pop()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -67,10 +66,9 @@ def test_faults_name_the_line(name, order):
     assert re.search(pattern, result.stdout), result.stdout
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", RACES)
-def test_races_are_found(name, order):
-    result = program("planted_faults_thread", name, order)
+def test_races_are_found(name):
+    result = program("planted_faults_thread", name)
     assert result.returncode == 66
     assert "WARNING: ThreadSanitizer: data race" in result.stderr
     assert name.replace("_without_barrier", "").replace("_without_fence", "") in result.stderr
@@ -103,8 +101,9 @@ def test_a_block_that_waits_for_another_is_ended():
 # --- the decode kernel ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["none", "address", "thread"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("kind", "order"), [*(("none", order) for order in ORDERS), ("address", "random"), ("thread", "random")]
+)
 def test_the_kernel_is_clean(kind, order):
     result = program(f"decode_cases_{kind}", "--order", order, "--seed", "3")
     assert (result.returncode, result.stderr) == (0, "")

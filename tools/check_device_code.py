@@ -93,7 +93,9 @@ def _resources(elf: ELFFile) -> dict[str, dict[int, int]]:
     symbols = elf.get_section_by_name(".symtab")
     assert isinstance(symbols, SymbolTableSection)
     found: dict[str, dict[int, int]] = {}
-    data = elf.get_section_by_name(".nv.info").data()
+    section = elf.get_section_by_name(".nv.info")
+    assert section is not None
+    data: bytes = section.data()
     at = 0
     while at < len(data):
         kind, attribute, size = struct.unpack_from("<BBH", data, at)

@@ -253,7 +253,7 @@ def _microseconds(calls: list[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
+    times: list[float] = []
     for _ in range(7):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -26,6 +26,8 @@ EmulatedDevice& emulated_device() {
 
 std::int32_t launch_device_type() { return dlpack::kCpu; }
 
+std::string decode_problem(int) { return ""; }
+
 void launch_decode(DecodeCall& call) {
   const EmulatedDevice& device = emulated_device();
   const DecodePlan plan = plan_decode(call, device.num_processors);

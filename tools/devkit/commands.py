@@ -109,7 +109,7 @@ def build() -> None:
 
 def _check_device_code() -> None:
     """Hold the CUDA wheel's machine code to its budget, where a compiler for it was found."""
-    which = [PYTHON, "packages/gdn-cuda/device_code.py", "--which"]
+    which = [str(PYTHON), "packages/gdn-cuda/device_code.py", "--which"]
     if not subprocess.run(
         which, cwd=ROOT, env={**os.environ, **WITH_TOOLS}, capture_output=True, check=True
     ).stdout.strip():

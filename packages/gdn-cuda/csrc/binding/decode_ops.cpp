@@ -2,6 +2,7 @@
 //
 // Decode steps, from q, k and v or straight from the convolution's output, with several slots a row or with records.
 #include <cmath>
+#include <string>
 #include <utility>
 
 #include "binding/arguments.h"
@@ -47,6 +48,7 @@ void decline_unsupported(const Checked& checked, bool state_v_first) {
   const std::int64_t item = checked.call.state_dtype == DType::kFloat32 ? 4 : 2;
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(p.state) % 16 == 0 && p.slot_stride * item % 16 == 0;
   if (!is_aligned) decline("state: slots that do not start at a multiple of 16 bytes");
+  if (const std::string problem = decode_problem(checked.call.device); !problem.empty()) decline(problem);
 }
 
 void set_scale(DecodeParams& p, std::int64_t key_dim, handle scale) {

@@ -11,7 +11,7 @@
 namespace gdn::cuda {
 namespace {
 
-constexpr bool cubin = false, ptx = true;
+[[maybe_unused]] constexpr bool cubin = false, ptx = true;
 
 }  // namespace
 

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Decode calls on the CUDA driver: on torch's current stream of the tensors' device, with no allocation after the first
-// call of a size, no synchronisation, and every result checked. Python's lock is held throughout.
+// call of a size, no synchronisation, and every result checked. Python's lock is held, but where torch allocates: there
+// another thread may come in between, and finds everything whole.
 #include "launch/launch.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -36,13 +37,18 @@ constexpr int kProcessorCountAttribute = 16;
 constexpr int kMaxSharedAttribute = 8;  // of a function: the most dynamic shared memory
 constexpr int kCaptureActive = 1;
 
+// A tensor of bytes.
+struct Memory {
+  nb::object tensor;
+  std::size_t bytes = 0;
+  void* data = nullptr;
+};
+
 // Memory that launches of one stream hand on to each other. As tensors, it is of torch's own pool, and during a capture
 // of the graph's.
 struct Workspace {
   unsigned long long capture = 0;  // 0: of no capture
-  nb::object counters, scratch;
-  std::size_t counter_bytes = 0, scratch_bytes = 0;
-  void *counter_data = nullptr, *scratch_data = nullptr;
+  Memory counters, scratch;
 };
 
 struct DeviceState {
@@ -57,9 +63,9 @@ std::map<int, std::unique_ptr<DeviceState>>& devices() {
   return *all;
 }
 
-// Free-threaded Pythons hold no lock over a call.
-std::mutex& mutex() {
-  static std::mutex instance;
+// For free-threaded Pythons, which hold no lock over a call.
+nb::ft_mutex& mutex() {
+  static nb::ft_mutex instance;
   return instance;
 }
 
@@ -67,6 +73,11 @@ int attribute(const Driver& d, int which, int device) {
   int value = 0;
   check(d.device_get_attribute(&value, which, device), "cuDeviceGetAttribute");
   return value;
+}
+
+std::string no_code_for(int device, int major, int minor) {
+  return "cuda:" + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
+         std::to_string(minor) + ", for which this gdn-cuda has no device code";
 }
 
 // As many as any call may ask for, so that no launch has to set it.
@@ -86,10 +97,7 @@ std::unique_ptr<DeviceState> load_device(int ordinal) {
   const int major = attribute(d, kCapabilityMajorAttribute, device);
   const int minor = attribute(d, kCapabilityMinorAttribute, device);
   const DeviceCode* code = code_for(major, minor);
-  if (code == nullptr) {
-    throw std::runtime_error("cuda:" + std::to_string(ordinal) + " has compute capability " + std::to_string(major) +
-                             "." + std::to_string(minor) + ", for which this gdn-cuda has no device code");
-  }
+  if (code == nullptr) throw std::runtime_error(no_code_for(ordinal, major, minor));
   check(d.primary_context_retain(&state->context, device), "cuDevicePrimaryCtxRetain");
   check(d.context_push_current(state->context), "cuCtxPushCurrent");
   Library library = nullptr;
@@ -134,14 +142,14 @@ Stream current_stream(int device) {
   return reinterpret_cast<Stream>(nb::cast<std::uintptr_t>((*get)(device)));
 }
 
-void grow(int device, std::size_t wanted, nb::object& tensor, std::size_t& bytes, void*& data) {
-  if (wanted <= bytes) return;
-  const std::size_t size = wanted > 2 * bytes ? wanted : 2 * bytes;
+void grow(int device, std::size_t wanted, Memory& memory) {
+  if (wanted <= memory.bytes) return;
+  const std::size_t size = std::max(wanted, 2 * memory.bytes);
   nb::object torch = nb::module_::import_("torch");
-  tensor = torch.attr("zeros")(size, nb::arg("dtype") = torch.attr("uint8"),
-                               nb::arg("device") = "cuda:" + std::to_string(device));
-  data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
-  bytes = size;
+  nb::object tensor = torch.attr("zeros")(size, nb::arg("dtype") = torch.attr("uint8"),
+                                          nb::arg("device") = "cuda:" + std::to_string(device));
+  void* data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
+  memory = Memory{std::move(tensor), size, data};
 }
 
 // One for each stream, since launches of a stream follow each other. A captured graph has its own, and its counters are
@@ -153,8 +161,8 @@ Workspace& workspace_of(DeviceState& state, int device, Stream stream, unsigned 
     workspace = Workspace();
     workspace.capture = capture;
   }
-  grow(device, plan.counter_bytes, workspace.counters, workspace.counter_bytes, workspace.counter_data);
-  grow(device, plan.scratch_bytes, workspace.scratch, workspace.scratch_bytes, workspace.scratch_data);
+  grow(device, plan.counter_bytes, workspace.counters);
+  grow(device, plan.scratch_bytes, workspace.scratch);
   return workspace;
 }
 
@@ -184,13 +192,30 @@ class CurrentContext {
 
 std::int32_t launch_device_type() { return GDN_LAUNCH_DEVICE; }
 
+std::string decode_problem(int device) {
+  static auto* problems = new std::map<int, std::string>();
+  const nb::ft_lock_guard lock(mutex());
+  const auto known = problems->find(device);
+  if (known != problems->end()) return known->second;
+  const Driver& d = driver();
+  int handle = 0;
+  check(d.device_get(&handle, device), "cuDeviceGet");
+  const int major = attribute(d, kCapabilityMajorAttribute, handle);
+  const int minor = attribute(d, kCapabilityMinorAttribute, handle);
+  std::string problem;
+  if (code_for(major, minor) == nullptr) {
+    problem = no_code_for(device, major, minor);
+  }
+  return (*problems)[device] = problem;
+}
+
 void prepare_device(int ordinal) {
-  const std::lock_guard<std::mutex> lock(mutex());
+  const nb::ft_lock_guard lock(mutex());
   device_state(ordinal, false);
 }
 
 void launch_decode(DecodeCall& call) {
-  const std::lock_guard<std::mutex> lock(mutex());
+  const nb::ft_lock_guard lock(mutex());
   const Driver& d = driver();
   const Stream stream = current_stream(call.device);
   const unsigned long long capture = active_capture(d, stream);
@@ -198,7 +223,7 @@ void launch_decode(DecodeCall& call) {
   const DecodePlan plan = plan_decode(call, state.num_processors);
   if (plan.counter_bytes > 0) {
     const Workspace& workspace = workspace_of(state, call.device, stream, capture, plan);
-    place_workspace(call, workspace.counter_data, workspace.scratch_data);
+    place_workspace(call, workspace.counters.data, workspace.scratch.data);
   }
   const CurrentContext current(d, state.context);
   void* params[] = {&call.params};

@@ -43,6 +43,8 @@ void place_workspace(DecodeCall& call, void* counters, void* scratch);
 
 // What runs decode calls: the CUDA driver, or in tests the emulator.
 std::int32_t launch_device_type();  // as DLPack numbers them
+// Why no decode call can run on a device, or an empty string.
+std::string decode_problem(int device);
 void launch_decode(DecodeCall& call);
 
 }  // namespace gdn::cuda
