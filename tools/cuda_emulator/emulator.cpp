@@ -255,8 +255,7 @@ void run_grid(const Settings& settings, const Grid& grid, void (*kernel)(const v
   acquire_from(&launch.done_token);
 }
 
-// --- for device.h
-// -----------------------------------------------------------------------------------------------------
+// --- for device.h ---
 
 namespace {
 
@@ -330,7 +329,6 @@ void note_uncached_load(Place place) {
 void copy16_async(void* shared, const void* global, Place place) {
   Thread& thread = *launch.current;
   if (thread.num_copies == kMaxCopies) fault_in_fiber(Finding::kTooManyCopies, place);
-  if (launch.settings->copies == Arrival::kEarly) std::memcpy(shared, global, 16);
   thread.copies[thread.num_copies++] = {shared, global, place};
 }
 

@@ -5,9 +5,9 @@
 // What a GPU would do silently ends the launch with a message: threads of one warp or block at different collectives,
 // or gone; asynchronous copies that nobody waited for; threads that wait for something that never comes.
 //
-// Shared memory is a fresh piece of the heap for each block, filled with NaN. Under the thread sanitizer only what the
-// CUDA model orders is ordered: barriers, and fences with atomics. Not modelled: an order of memory weaker than the
-// CPU's, bank conflicts, timing.
+// Asynchronous copies land when they are waited for, no sooner. Shared memory is a fresh piece of the heap for each
+// block, filled with NaN. Under the thread sanitizer only what the CUDA model orders is ordered: barriers, and fences
+// with atomics. Not modelled: an order of memory weaker than the CPU's, bank conflicts, timing.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +18,11 @@
 namespace gdn::emulator {
 
 enum class Order { kForward, kReverse, kRandom };
-enum class Arrival { kLate, kEarly };
 
 struct Settings {
-  Order order = Order::kForward;    // of blocks, of warps, and of the threads of a warp
-  unsigned seed = 0;                // of random orders
-  Arrival copies = Arrival::kLate;  // when asynchronous copies happen: at the wait for them, or at once
-  int skipped_line = 0;             // barriers and fences at this line do nothing: to see that it is noticed
+  Order order = Order::kForward;  // of blocks, of warps, and of the threads of a warp
+  unsigned seed = 0;              // of random orders
+  int skipped_line = 0;           // barriers and fences at this line do nothing: to see that it is noticed
 };
 
 struct Grid {
@@ -42,8 +40,7 @@ struct Fault : std::runtime_error {
 // Calls `kernel(params)` in every thread. Throws Fault.
 void run_grid(const Settings& settings, const Grid& grid, void (*kernel)(const void* params), const void* params);
 
-// --- for device.h
-// -----------------------------------------------------------------------------------------------------
+// --- for device.h ---
 
 struct Place {
   const char* file;

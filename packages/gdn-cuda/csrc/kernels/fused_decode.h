@@ -275,8 +275,16 @@ struct DecodeBlock {
     for (int i = 0; i < row.num_replayed; ++i) {
       const float decay = shared[shared_at::kOldDecay + i];
       float u[Tile::kRows];
-#pragma unroll
-      for (int r = 0; r < Tile::kRows; ++r) u[r] = shared[at.o + i * width + v + r];
+      const float* staged_u = shared + at.o + i * width + v;
+      if constexpr (Tile::kRows == 4) {
+        const Float4 four = *reinterpret_cast<const Float4*>(staged_u);
+        u[0] = four.x;
+        u[1] = four.y;
+        u[2] = four.z;
+        u[3] = four.w;
+      } else {
+        u[0] = *staged_u;
+      }
       if (decay == 0.0f) tile.clear();
       tile.update(decay, shared + at.old_k + i * kKeyDim, group_lane, u);
     }
