@@ -18,9 +18,10 @@ import pytest
 import torch
 
 import gdn_core
-from gdn_core import _dispatch, _registry
+from gdn_core import _dispatch, _registry, _validate
 from gdn_core.testing import inputs, oracle
 
+FUSED_DECODE = "fused_gdn_decode_post_conv_mtp"
 VERSION = gdn_core.__version__
 HAS_CPU = any(info.name == "cpu" and info.available for info in gdn_core.backends())
 needs_cpu = pytest.mark.usefixtures("cpu_backend")
@@ -491,6 +492,47 @@ def test_GDN_DECODE_KERNEL_moves_only_the_fused_decode_off_cuda(monkeypatch, red
         explanation = gdn_core.explain(op, **on_meta(arguments))
         assert explanation.reasons["cuda"] == reason
     assert gdn_core.explain("rms_norm_gated", **on_meta(norm_call())).backend == "cuda"
+
+
+@pytest.mark.parametrize("value", ["cuda", ""])
+def test_GDN_DECODE_KERNEL_cuda_takes_no_other_kernel(monkeypatch, rediscover, caplog, value):
+    """Asked for by name, a kernel that declines a call raises its reason; by default it is logged, and another runs."""
+    provider = FakeCuda()
+
+    def decline(*flat, dry_run=False):
+        raise NotImplementedError("K: 64 only")
+
+    provider.ops[FUSED_DECODE] = decline
+    monkeypatch.setenv("GDN_DECODE_KERNEL", value)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (FakeEntry(provider),))
+    rediscover()
+    arguments, _ = inputs.fused_decode_arguments([1, 2], 2, 1, 2, 8, 8)
+    explanation = gdn_core.explain(FUSED_DECODE, **on_meta(arguments))
+    assert explanation.reasons["cuda"] == "K: 64 only"
+    if value == "cuda":
+        assert explanation.backend is None
+        monkeypatch.setattr(_validate, "check", lambda *_: None)  # which has its own word on tensors without values
+        with pytest.raises(NotImplementedError, match=r"GDN_DECODE_KERNEL=cuda, .*K: 64 only"):
+            gdn_core.fused_gdn_decode_post_conv_mtp(**on_meta(arguments))
+    else:
+        with caplog.at_level(logging.INFO, "gdn_core"), pytest.raises(NotImplementedError, match="on device meta"):
+            gdn_core.fused_gdn_decode_post_conv_mtp(**on_meta(arguments))  # the reference has no values to read
+        assert "K: 64 only" in caplog.text
+    gdn_core.fused_gdn_decode_post_conv_mtp(**inputs.fused_decode_arguments([1, 2], 2, 1, 2, 8, 8)[0])  # on the CPU
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", ["dry", "values", "run"]), ("", ["run"])])
+def test_GDN_DEBUG_reads_what_lies_on_a_device(monkeypatch, rediscover, value, expected):
+    """A kernel on a device leaves indices unread, since that would mean to wait; under GDN_DEBUG=1 they are checked."""
+    provider, events = FakeCuda(), []
+    provider.ops[FUSED_DECODE] = lambda *flat, dry_run=False: events.append("dry" if dry_run else "run")
+    monkeypatch.setenv("GDN_DEBUG", value)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (FakeEntry(provider),))
+    monkeypatch.setattr(_validate, "check", lambda *_: events.append("values"))
+    rediscover()
+    arguments, _ = inputs.fused_decode_arguments([1, 2], 2, 1, 2, 8, 8)
+    gdn_core.fused_gdn_decode_post_conv_mtp(**on_meta(arguments))
+    assert events == expected
 
 
 def on_meta(arguments):

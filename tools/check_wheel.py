@@ -63,10 +63,17 @@ PACKAGES = {
     ),
     "gdn_cuda": Expected(
         tag=r"cp310-abi3-(linux|manylinux_\d+_\d+)_(x86_64|aarch64)",
-        max_size=64 * MIB,
+        max_size=20 * MIB,
         requirements=frozenset({"nanobind-backend>=1.0"}),
         entry_points=frozenset({("gdn_core.backends", "cuda = gdn_cuda:provider")}),
-        sdist_files=("CMakeLists.txt", "cmake/GdnPython.cmake", "csrc/binding/module.cpp"),
+        sdist_files=(
+            "CMakeLists.txt",
+            "architectures.txt",
+            "device_code.py",
+            "cmake/GdnPython.cmake",
+            "csrc/binding/module.cpp",
+            "csrc/kernels/fused_decode.cu",
+        ),
     ),
 }
 

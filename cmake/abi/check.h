@@ -85,8 +85,8 @@ inline std::string shape_text(Shape shape) {
   return text + "]";
 }
 
-// The tensor must be one whose memory can be read here.
-inline void check_readable(const TensorView& view, Name name) {
+// The tensor must be dense, with values of its own.
+inline void check_dense(const TensorView& view, Name name) {
   switch (view.status) {
     case TensorView::Status::kOk:
       break;
@@ -98,6 +98,11 @@ inline void check_readable(const TensorView& view, Name name) {
     case TensorView::Status::kUnreadable:
       decline(cat({name, ": not a dense tensor with its values in memory"}));
   }
+}
+
+// The tensor must be one whose memory can be read here.
+inline void check_readable(const TensorView& view, Name name) {
+  check_dense(view, name);
   if (view.dl.device.device_type != dlpack::kCpu) decline(cat({name, ": is not on the CPU"}));
 }
 

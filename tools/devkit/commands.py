@@ -97,6 +97,19 @@ def build() -> None:
     check([PYTHON, "tools/check_wheel.py", *sorted(DIST.iterdir())], WITH_TOOLS)
     if NATIVE_PACKAGES:
         check([PYTHON, "tools/check_isa_leaks.py", WHEEL_BUILD / "gdn-cpu"])
+        _check_device_code()
+
+
+def _check_device_code() -> None:
+    """Hold the CUDA wheel's machine code to its budget, where a compiler for it was found."""
+    which = [str(PYTHON), "packages/gdn-cuda/device_code.py", "--which"]
+    if not subprocess.run(
+        which, cwd=ROOT, env={**os.environ, **WITH_TOOLS}, capture_output=True, check=True
+    ).stdout.strip():
+        say("no compiler for CUDA: gdn-cuda has no device code to check")
+        return
+    (wheel,) = DIST.glob("gdn_cuda-*.whl")
+    check([PYTHON, "tools/check_device_code.py", wheel])
 
 
 def _test(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from devkit.console import ROOT, Problem, check, run, say
 
 TORCH_VERSION = os.environ.get("GDN_DEV_TORCH", "2.13.0")
+CUDA_ARCHITECTURE = os.environ.get("GDN_DEV_CUDA_ARCHITECTURE", "9.0a")
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # The first pip that reads dependency groups is 25.1; older Pythons bring an older one.
 PIP = "pip==26.3"
@@ -193,6 +194,9 @@ def _install_packages() -> None:
         target = [path] if package in NATIVE_PACKAGES else ["--editable", path]
         # Not isolated: the build tools are the pinned ones of .venv, and nothing is downloaded for it.
         options = ["-qq", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
+        if package == "gdn-cuda":
+            # Compiling for a GPU takes longer than all the rest: wheels have every architecture, this has one.
+            options.append(f"--config-settings=cmake.define.GDN_CUDA_ARCHITECTURES={CUDA_ARCHITECTURE}")
         if run([PYTHON, "-m", "pip", "install", *options, *target], WITH_TOOLS) != 0:
             raise Problem(f"{package} did not build.", "The compiler's or pip's own words are above.")
         installed[package] = made_from
@@ -204,8 +208,7 @@ def fingerprint(package: str) -> str:
     folder = ROOT / "packages" / package
     if package in NATIVE_PACKAGES:
         parts: Iterable[Path] = [
-            folder / "pyproject.toml",
-            folder / "CMakeLists.txt",
+            *sorted(path for path in folder.iterdir() if path.suffix in (".toml", ".txt", ".py")),
             *_files(folder / "csrc"),
             *_files(folder / "src"),
             *_files(ROOT / "cmake"),
@@ -213,7 +216,8 @@ def fingerprint(package: str) -> str:
     else:
         parts = [folder / "pyproject.toml"]
     digest = hashlib.sha256()
-    digest.update(repr([sys.platform, os.environ.get("CXX"), os.environ.get("SKBUILD_CMAKE_DEFINE")]).encode())
+    settings = [os.environ.get(name) for name in ("CXX", "SKBUILD_CMAKE_DEFINE", "GDN_DEV_CUDA_ARCHITECTURE")]
+    digest.update(repr([sys.platform, *settings]).encode())
     for path in [ROOT / "VERSION", *parts]:
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")

@@ -144,8 +144,8 @@ def _declines(name: str, op: str) -> str | None:
     if not info.available:
         return info.reason
     provider = _registry.provider(name)
-    if name == "cuda" and op in _FUSED_DECODE and _registry.settings().decode_kernel != "cuda":
-        return f"GDN_DECODE_KERNEL={_registry.settings().decode_kernel}"
+    if name == "cuda" and op in _FUSED_DECODE and _registry.settings().decode_kernel == "triton":
+        return "GDN_DECODE_KERNEL=triton"
     if provider is not None and op not in provider.ops:
         return f"has no kernel for {op}"
     return None
@@ -165,6 +165,9 @@ def _try(name: str, op: str, flat: Sequence[Any], device: torch.device, *, dry_r
     if reason is not None or provider is None:
         return reason or "is unavailable"
     try:
+        if device.type != "cpu" and not dry_run and _validate.debugging():
+            provider.ops[op](*flat, dry_run=True)
+            _validate.check(op, flat)  # reads what lies on the device, which a kernel's own checks leave alone
         provider.ops[op](*flat, dry_run=dry_run)
     except NotImplementedError as error:
         return str(error)
@@ -253,10 +256,19 @@ def run_on_backend(op: str, flat: Sequence[Any]) -> None:
             if reason is None:
                 _record(op, name)
                 return
+            if _insists_on_cuda(op, name, device):
+                _validate.check(op, flat)
+                raise NotImplementedError(f"{op}: GDN_DECODE_KERNEL=cuda, but its kernel cannot run this: {reason}")
             _explain_fallback(op, name, device, reason)
     _validate.check(op, flat)
     reference_kernels[op](*flat)
     _record(op, _registry.REFERENCE)
+
+
+def _insists_on_cuda(op: str, name: str, device: torch.device) -> bool:
+    """Tell whether ``name`` is the only backend that may run a fused decode step on this device."""
+    is_asked_for = name == "cuda" and op in _FUSED_DECODE and _registry.settings().decode_kernel == "cuda"
+    return is_asked_for and device.type != "cpu"
 
 
 def _explain_fallback(op: str, name: str, device: torch.device, reason: str) -> None:
@@ -418,7 +430,8 @@ def _explain(call: _Intercepted) -> Explanation:
             name: reason or (None if name == forced else f"{forced!r} is forced") for name, reason in reasons.items()
         }
     else:
-        chosen = next((name for name, reason in reasons.items() if reason is None), None)
+        insists = reasons.get("cuda") is not None and _insists_on_cuda(call.op, "cuda", device)
+        chosen = None if insists else next((name for name, reason in reasons.items() if reason is None), None)
     return Explanation(call.op, chosen, reasons)
 
 

@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "GDN_BACKEND": ("NAME", "force a backend: cpu, cuda, reference"),
     "GDN_CPU_ISA": ("LEVEL", "cap gdn-cpu's instruction-set level (`gdn info` lists them)"),
     "GDN_CPU_GEMM": ("ENGINE", "force what multiplies bf16 in gdn-cpu's chunked prefill (`gdn info` names it)"),
-    "GDN_DECODE_KERNEL": ("NAME", "what runs the fused decode on CUDA: cuda or triton (no effect yet)"),
+    "GDN_DECODE_KERNEL": ("NAME", "insist on what runs the fused decode on CUDA: cuda or triton"),
     "GDN_DEBUG": ("1", "check more, at the price of speed"),
     "GDN_SKIP_VERSION_CHECK": ("1", "accept a backend of another version"),
     "GDN_REQUIRE": ("NAME,...", "in gdn's own tests: fail where one of these backends is missing"),
@@ -80,14 +80,14 @@ class Settings:
     """The environment's choices, read once, on first use."""
 
     backend: str | None
-    decode_kernel: str
+    decode_kernel: str | None
 
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
     """Read ``GDN_BACKEND`` and ``GDN_DECODE_KERNEL``; empty is unset."""
-    decode_kernel = os.environ.get("GDN_DECODE_KERNEL") or DECODE_KERNELS[0]
-    if decode_kernel not in DECODE_KERNELS:
+    decode_kernel = os.environ.get("GDN_DECODE_KERNEL") or None
+    if decode_kernel not in (None, *DECODE_KERNELS):
         raise ValueError(f"GDN_DECODE_KERNEL: expected one of {', '.join(DECODE_KERNELS)}, got {decode_kernel!r}")
     return Settings(backend=os.environ.get("GDN_BACKEND") or None, decode_kernel=decode_kernel)
 
