@@ -205,7 +205,7 @@ class Peers:
 
         def vllm() -> Contender:
             convolve, recur = self._vllm.causal_conv1d_update_cpu, self._vllm.fused_sigmoid_gating_delta_rule_update_cpu
-            weight, states = self._vllm.causal_conv1d_weight_pack(layer.conv_weight), _channel_last(conv_states)
+            weight, states = self._vllm.causal_conv1d_weight_pack(layer.conv_weight), channel_last(conv_states)
             A_log, dt_bias, *_, a, b = _packed(tokens)
             x, bounds = tokens.mixed_qkv.contiguous(), torch.arange(len(a) + 1, dtype=torch.int32)
             H, K = layer.num_key_heads, layer.head_k_dim
