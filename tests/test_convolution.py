@@ -326,6 +326,22 @@ def test_threads_and_companions_change_nothing(native_impl: Implementation, thre
     assert same_bits(arguments["conv_states"], alone["conv_states"])
 
 
+@pytest.mark.parametrize(("dtype", "C", "pitch"), [(torch.bfloat16, 2112, 2112), (torch.float32, 1033, 1040)])
+def test_outputs_too_large_for_the_caches(native_impl: Implementation, dtype: torch.dtype, C: int, pitch: int) -> None:
+    """Streamed past them from 4 MiB on; rows may end within a cache line."""
+    weight, bias = weights(C, 4, dtype)
+    x = channel_fastest(normal((1, C, 1019), inputs.generator(0), dtype))
+    memory = torch.full((1, 1019, pitch), 7.0, dtype=dtype)
+    y = memory.mT[:, :C]
+    assert y.nbytes >= 4 << 20
+    gdn_core.causal_conv1d_fn(x, weight, bias, activation="silu", out=y)
+    for first, last in ((0, 500), (500, 1019)):
+        before = max(first - 3, 0)
+        part = gdn_core.causal_conv1d_fn(x[..., before:last], weight, bias, activation="silu")
+        assert same_bits(part[..., first - before :], y[..., first:last])
+    assert bool((memory[..., C:] == 7).all())
+
+
 def test_a_channel_does_not_depend_on_the_others(native_impl: Implementation) -> None:
     """Neither on its place in a vector, nor on the tail of a block."""
     for dtype in FLOATS:

@@ -119,6 +119,9 @@ bool are_columns_of_one_buffer(const TensorView& left, const TensorView& right, 
   return shift >= channels && pitch - shift >= channels;
 }
 
+// From about this size on, y would be out of the caches again before anyone reads it.
+constexpr std::int64_t kFewestStreamedBytes = 4 << 20;
+
 void copy_into_view(TensorView& view) {
   nb::object copy = view.object.attr("clone")();
   borrow(copy, view);
@@ -138,6 +141,7 @@ void set_operands(ConvolutionParams& params, TensorView& x, const TensorView& ou
   params.x = {x.data(), *floating_dtype(x), stride_of(x, axes.batch), stride_of(x, axes.token), x.stride(axes.channel)};
   params.out = {out.data(), *floating_dtype(out), stride_of(out, axes.batch), stride_of(out, axes.token),
                 out.stride(axes.channel)};
+  params.stream_out = out.numel() * (out.dl.dtype.bits / 8) >= kFewestStreamedBytes;
 }
 
 void check_out(const TensorView& out, const TensorView& x) {
@@ -322,7 +326,11 @@ void causal_conv1d_fn(TensorView& x, TensorView& weight, TensorView& bias, Tenso
   }
   if (!final_states.is_none()) params.final_states = states_of(final_states);
   set_operands(params, x, out, axes, {&conv_states, &final_states});
-  run(params, seq_idx.is_none() ? list.rows : segment_rows(seq_idx, params.width));
+  if (seq_idx.is_none()) {
+    run(params, list.rows);
+  } else {
+    run(params, segment_rows(seq_idx, params.width));
+  }
 }
 
 void causal_conv1d_update(TensorView& x, TensorView& conv_state, TensorView& weight, TensorView& bias,

@@ -124,7 +124,7 @@ GDN_INLINE void store_out(const ScatteredChannels& at, std::int64_t token, std::
     const std::int64_t c = v * kLanes;
     const std::int64_t offset = at.out.offset + token * at.out_token_stride + (channel + c) * at.out.stride;
     const bool coarse = at.out.dtype == DType::kBFloat16 && kSilu;
-    const Vec result = coarse ? coarse_bfloat16(activate<kSilu, BFloat16>(y[v])) : activate<kSilu, float>(y[v]);
+    const Vec result = coarse ? activate<kSilu, BFloat16>(y[v]) : activate<kSilu, float>(y[v]);
     store_lanes({at.out.data, at.out.dtype, at.out.stride, offset}, result, n - c);
   }
 }
@@ -188,6 +188,58 @@ __attribute__((noinline)) void convolve_passes(const Channels& channels, const F
   }
 }
 
+// --- the same, to memory instead of the caches ---
+
+// `out` is a copy of the rows of a pass, which stays in the first-level cache.
+template <class T>
+struct StagedChannels : PackedChannels<T> {};
+template <class T>
+GDN_INLINE void prefetch_pass(const StagedChannels<T>& at, std::int64_t token, std::int64_t channel) {
+  __builtin_prefetch(at.x + token * at.x_token_stride + channel, 0, 2);
+}
+
+// Whether the rows of y start on cache lines, where streamed stores exist.
+template <class T>
+GDN_INLINE bool can_stream(const ConvolutionParams& p, const T* out) {
+  if constexpr (requires(T* to) { stream_line(to, to); }) {
+    const auto row_bytes = static_cast<std::uint64_t>(p.out.token_stride) * sizeof(T);
+    return p.stream_out && !p.in_place && (reinterpret_cast<std::uintptr_t>(out) | row_bytes) % kCacheLine == 0;
+  } else {
+    return false;
+  }
+}
+
+template <class T>
+GDN_INLINE void stream_row(T* to, const T* from, std::int64_t n) {
+  constexpr std::int64_t kStep = kCacheLine / static_cast<std::int64_t>(sizeof(T));
+  std::int64_t i = 0;
+  if constexpr (requires { stream_line(to, from); }) {
+    for (; i + kStep <= n; i += kStep) stream_line(to + i, from + i);
+  }
+  std::memcpy(to + i, from + i, static_cast<std::size_t>(n - i) * sizeof(T));
+}
+
+// Tokens [begin, end). Line by line from as many rows as a pass has, streaming would be slower than ordinary stores:
+// the rows of a pass are put together first, and then streamed one after the other.
+template <int kWidth, bool kSilu, class T>
+__attribute__((noinline)) void convolve_streamed(const PackedChannels<T>& channels, const Filter& filter,
+                                                 const History* history, std::int64_t begin, std::int64_t end,
+                                                 std::int64_t channel_begin, std::int64_t channel_end) {
+  alignas(kCacheLine) T rows[kTokensPerPass * kConvolutionChannels];
+  const std::int64_t n = channel_end - channel_begin;
+  for (std::int64_t t = begin; t < end; t += kTokensPerPass) {
+    const std::int64_t count = min_of(kTokensPerPass, end - t);
+    const T* x = channels.x + t * channels.x_token_stride + channel_begin;
+    const StagedChannels<T> staged{{x, rows, channels.x_token_stride, kConvolutionChannels}};
+    convolve_channels<kWidth, kSilu>(staged, filter, t == begin ? history : nullptr, 0, count, 0, n, t + count < end);
+    for (std::int64_t i = 0; i < count; ++i) {
+      stream_row(channels.out + (t + i) * channels.out_token_stride + channel_begin, rows + i * kConvolutionChannels,
+                 n);
+    }
+  }
+  stream_fence();
+}
+
 // --- a lane is a token ---
 
 // All tokens of a piece of one channel, `num_tokens` from x on, tokens side by side. history: the inputs before them.
@@ -233,6 +285,10 @@ void convolve_typed(const ConvolutionParams& p, const ConvolutionPiece& piece, c
                     const History* history, std::int64_t channel_begin, std::int64_t channel_end) {
   if (p.x.head_stride == 1 && p.out.head_stride == 1) {
     const PackedChannels<T> channels{x, out, p.x.token_stride, p.out.token_stride};
+    if (can_stream(p, out + channel_begin)) {
+      return convolve_streamed<kWidth, kSilu>(channels, filter, history, piece.begin, piece.end, channel_begin,
+                                              channel_end);
+    }
     convolve_passes<kWidth, kSilu>(channels, filter, history, p.in_place, piece.begin, piece.end, channel_begin,
                                    channel_end);
   } else {
@@ -374,44 +430,42 @@ void convolve_pieces(const ConvolutionParams& p, const ConvolutionPiece* pieces,
   }
 }
 
-template <int kWidth>
-GDN_INLINE void scale_filter(std::int64_t n, Filter& filter) {
-  const Vec scale = set1(kCoarseSiluScale);
-  for (std::int64_t c = 0; c < n; c += kLanes) {
-    for (int j = 0; j < kWidth; ++j) store(filter.tap[j] + c, mul(load(filter.tap[j] + c), scale));
-    store(filter.bias + c, mul(load(filter.bias + c), scale));
-  }
+// n values from `from` on, times `scale`.
+void load_scaled(float* to, const Lanes& from, Vec scale, std::int64_t n) {
+  widen_lanes(to, from, n);
+  for (std::int64_t i = 0; i < n; i += kLanes) store(to + i, mul(load(to + i), scale));
 }
 
 // [C, kWidth] as a module holds it: the taps of a channel side by side.
 template <int kWidth, class T>
-GDN_INLINE std::int64_t load_interleaved_taps(const T* weight, std::int64_t n, Filter& filter) {
+GDN_INLINE std::int64_t load_interleaved_taps(const T* weight, Vec scale, std::int64_t n, Filter& filter) {
   std::int64_t c = 0;
   for (; c + kLanes <= n; c += kLanes) {
     Vec tap[kWidth];
     load_interleaved<kWidth>(weight + c * kWidth, tap);
-    for (int j = 0; j < kWidth; ++j) store(filter.tap[j] + c, canonical_nan(tap[j]));
+    for (int j = 0; j < kWidth; ++j) store(filter.tap[j] + c, mul(canonical_nan(tap[j]), scale));
   }
   return c;
 }
 
 template <int kWidth>
 void load_filter(const ConvolutionParams& p, std::int64_t channel, std::int64_t n, Filter& filter) {
+  const Vec scale = set1(p.silu && p.out.dtype == DType::kBFloat16 ? kCoarseSiluScale : 1.0f);
   std::int64_t done = 0;
   if (p.weight_tap_stride == 1 && p.weight_channel_stride == kWidth) {
-    with_dtype(p.weight_dtype, p.weight,
-               [&](auto* weight) { done = load_interleaved_taps<kWidth>(weight + channel * kWidth, n, filter); });
+    with_dtype(p.weight_dtype, p.weight, [&](auto* weight) {
+      done = load_interleaved_taps<kWidth>(weight + channel * kWidth, scale, n, filter);
+    });
   }
   for (int j = 0; j < kWidth && done < n; ++j) {
     const std::int64_t offset = (channel + done) * p.weight_channel_stride + j * p.weight_tap_stride;
-    widen_lanes(filter.tap[j] + done, {p.weight, p.weight_dtype, p.weight_channel_stride, offset}, n - done);
+    load_scaled(filter.tap[j] + done, {p.weight, p.weight_dtype, p.weight_channel_stride, offset}, scale, n - done);
   }
   if (p.bias.data != nullptr) {
-    widen_lanes(filter.bias, {p.bias.data, p.bias.dtype, p.bias.stride, channel * p.bias.stride}, n);
+    load_scaled(filter.bias, {p.bias.data, p.bias.dtype, p.bias.stride, channel * p.bias.stride}, scale, n);
   } else {
     for (std::int64_t i = 0; i < n; i += kLanes) store(filter.bias + i, zero());
   }
-  if (p.silu && p.out.dtype == DType::kBFloat16) scale_filter<kWidth>(n, filter);
 }
 
 template <int kWidth>

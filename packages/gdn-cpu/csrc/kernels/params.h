@@ -207,6 +207,7 @@ struct ConvolutionParams {
   Operand x;               // head strides are those of channels; any strides
   MutableOperand out;      // the same; x itself with in_place
   bool in_place = false;
+  bool stream_out = false;       // past the caches, which do not hold that much anyway
   const void* weight = nullptr;  // [C, W]
   DType weight_dtype = DType::kFloat32;
   std::int64_t weight_channel_stride = 0;

@@ -229,6 +229,11 @@ def draw_tokens(count: int, sizes: Sizes, dtype: torch.dtype = BF16) -> Tokens:
     return Tokens(A_log, dt_bias, q, k, v, a, b, mixed_qkv)
 
 
+def channel_last(states: Tensor) -> Tensor:
+    """Copy states `[P, C, n]` into memory where channels lie side by side."""
+    return states.mT.contiguous().mT
+
+
 def known_scale(sizes: Sizes) -> float:
     """Return how much more work a layer is than the one whose times are known; 0 where they say nothing about it."""
     others = (sizes.key_heads, sizes.key_dim, sizes.value_dim)

@@ -14,7 +14,7 @@ import gdn_core
 
 from .. import reference
 from ..testing import inputs
-from .bench_case import BF16, I32, Case, Contender, Expected, Plan, Sizes, in_double, known_scale
+from .bench_case import BF16, I32, Case, Contender, Expected, Plan, Sizes, channel_last, in_double, known_scale
 from .bench_sequences import RAGGED
 from .machine import Limits
 from .peers import Peers
@@ -90,7 +90,7 @@ def _conv_prefill(sizes: Sizes, peers: Peers, lengths: list[int], label: str) ->
     )
 
     def ours() -> Contender:
-        pool = states.clone()
+        pool = channel_last(states)
         run: Any = gdn_core.causal_conv1d_fn
         return Contender(lambda: run(x, weight, conv_states=pool, **options), lambda: _some_channels(pool, 1))
 
@@ -117,8 +117,8 @@ def _conv_update(sizes: Sizes, peers: Peers, batch: int) -> Case:
     wanted = states.double()
     y = reference.causal_conv1d_update(x.double(), wanted, weight.double(), None, "silu", conv_state_indices=slots)
 
-    def ours() -> Contender:
-        pool = states.clone()
+    def ours(pool: Tensor) -> Contender:
+        pool = pool.clone()
         run: Any = gdn_core.causal_conv1d_update
         return Contender(lambda: run(x, pool, weight, None, "silu", conv_state_indices=slots), lambda: pool)
 
@@ -129,7 +129,8 @@ def _conv_update(sizes: Sizes, peers: Peers, batch: int) -> Case:
         floor=_conv_floor(x.numel(), states.nbytes),
         tolerance=_CONV_TOLERANCE,
         expected=Expected(y, wanted, lambda y: y),
-        ours=ours,
+        ours=partial(ours, channel_last(states)),
+        variants={"time-fastest": partial(ours, states)},
         peers=peers.conv_update(x, weight, states, slots),
         known_as=("conv", f"update B{batch}"),
         scale=known_scale(sizes) and C / 8192,
@@ -158,8 +159,8 @@ def _conv_drafts(sizes: Sizes, peers: Peers) -> Case:
 
     ragged: dict[str, Any] = {"query_start_loc": inputs.offsets(lengths)}
 
-    def ours() -> Contender:
-        pool = states.clone()
+    def ours(pool: Tensor) -> Contender:
+        pool = pool.clone()
         run: Any = gdn_core.causal_conv1d_update
         return Contender(lambda: run(x, pool, weight, None, "silu", **options, **ragged))
 
@@ -170,7 +171,8 @@ def _conv_drafts(sizes: Sizes, peers: Peers) -> Case:
         floor=_conv_floor(x.numel(), states.nbytes),
         tolerance=_CONV_TOLERANCE,
         expected=Expected(expected(x, **ragged), None, lambda y: y),
-        ours=ours,
+        ours=partial(ours, channel_last(states)),
+        variants={"time-fastest": partial(ours, states)},
         peers=peers.conv_drafts(full, weight, states, accepted, Expected(expected(full.mT).mT, None, lambda y: y)),
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from gdn_core import GDNLayerParams
 
 from . import CommandError
-from .bench_case import Build, Contender, Expected, Sequences, Tokens
+from .bench_case import Build, Contender, Expected, Sequences, Tokens, channel_last
 from .demo_model import import_transformers
 
 NAMES = ("vllm", "transformers")
@@ -155,7 +155,7 @@ class Peers:
         N = len(states)
 
         def vllm() -> Contender:
-            packed, pool = self._vllm.causal_conv1d_weight_pack(weight), _channel_last(states)
+            packed, pool = self._vllm.causal_conv1d_weight_pack(weight), channel_last(states)
             slots, has_state = torch.arange(N, dtype=torch.int32), torch.zeros(N, dtype=torch.bool)
             run = self._vllm.causal_conv1d_fwd_cpu
             return Contender(
@@ -169,7 +169,7 @@ class Peers:
 
     def conv_update(self, x: Tensor, weight: Tensor, states: Tensor, slots: Tensor) -> dict[str, Build]:
         def vllm() -> Contender:
-            packed, pool = self._vllm.causal_conv1d_weight_pack(weight), _channel_last(states)
+            packed, pool = self._vllm.causal_conv1d_weight_pack(weight), channel_last(states)
             run = self._vllm.causal_conv1d_update_cpu
             return Contender(lambda: run(x, pool, packed, None, True, None, slots, -1, True), lambda: pool)
 
@@ -186,7 +186,7 @@ class Peers:
         """Rows `x [B, q, C]` of equal length: vLLM's kernel takes no others."""
 
         def vllm() -> Contender:
-            packed, pool = self._vllm.causal_conv1d_weight_pack(weight), _channel_last(states)
+            packed, pool = self._vllm.causal_conv1d_weight_pack(weight), channel_last(states)
             slots = torch.arange(len(x), dtype=torch.int32)
             run = self._vllm.causal_conv1d_update_cpu
             return Contender(lambda: run(x, pool, packed, None, True, accepted, slots, -1, True), expected=expected)
@@ -205,7 +205,7 @@ class Peers:
 
         def vllm() -> Contender:
             convolve, recur = self._vllm.causal_conv1d_update_cpu, self._vllm.fused_sigmoid_gating_delta_rule_update_cpu
-            weight, states = self._vllm.causal_conv1d_weight_pack(layer.conv_weight), _channel_last(conv_states)
+            weight, states = self._vllm.causal_conv1d_weight_pack(layer.conv_weight), channel_last(conv_states)
             A_log, dt_bias, *_, a, b = _packed(tokens)
             x, bounds = tokens.mixed_qkv.contiguous(), torch.arange(len(a) + 1, dtype=torch.int32)
             H, K = layer.num_key_heads, layer.head_k_dim
@@ -228,10 +228,6 @@ def _packed(tokens: Tokens) -> tuple[Tensor, ...]:
     """vLLM takes packed activations, and dt_bias in their dtype."""
     A_log, dt_bias, *others, _ = tokens
     return A_log, dt_bias.to(tokens.q.dtype), *(x.contiguous() for x in others)
-
-
-def _channel_last(states: Tensor) -> Tensor:
-    return states.mT.contiguous().mT
 
 
 def _load_vllm(build: str) -> Any:

@@ -52,6 +52,12 @@ GDN_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
 GDN_INLINE Vec load_n(const float* p, std::int64_t n) { return {_mm256_maskload_ps(p, first_lanes(n))}; }
 GDN_INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x.v); }
 GDN_INLINE void stream(float* p, Vec x) { _mm256_stream_ps(p, x.v); }
+// 64 bytes, both aligned to them.
+GDN_INLINE void stream_line(void* to, const void* from) {
+  for (int i = 0; i < 2; ++i) {
+    _mm256_stream_si256(static_cast<__m256i*>(to) + i, _mm256_load_si256(static_cast<const __m256i*>(from) + i));
+  }
+}
 GDN_INLINE void store_n(float* p, Vec x, std::int64_t n) { _mm256_maskstore_ps(p, first_lanes(n), x.v); }
 
 template <class Half>

@@ -39,12 +39,15 @@ GDN_INLINE Vec widen(__m256i bits, BFloat16) {
 }
 GDN_INLINE Vec widen(__m256i bits, Float16) { return {_mm512_cvtph_ps(bits)}; }
 
-// To nearest even; a NaN becomes the default one, whose rounding stays a NaN.
-GDN_INLINE __m512i round_to_bfloat16(Vec x) {
-  const __m512i number = _mm512_castps_si512(_mm512_fixupimm_ps(x.v, x.v, _mm512_set1_epi32(0x33), 0));
+// To nearest even, of a NaN too, which stays one if its low half is zero.
+GDN_INLINE __m512i round_number_to_bfloat16(__m512i number) {
   const __mmask16 odd = _mm512_test_epi32_mask(number, _mm512_set1_epi32(0x10000));
   const __m512i rounded = _mm512_add_epi32(number, _mm512_set1_epi32(0x7fff));
   return _mm512_mask_add_epi32(rounded, odd, number, _mm512_set1_epi32(0x8000));
+}
+// A NaN becomes the default one.
+GDN_INLINE __m512i round_to_bfloat16(Vec x) {
+  return round_number_to_bfloat16(_mm512_castps_si512(_mm512_fixupimm_ps(x.v, x.v, _mm512_set1_epi32(0x33), 0)));
 }
 // The high halves of the lanes of two vectors.
 GDN_INLINE __m512i high_halves(__m512i a, __m512i b) {
@@ -71,6 +74,10 @@ GDN_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 GDN_INLINE Vec load_n(const float* p, std::int64_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 GDN_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 GDN_INLINE void stream(float* p, Vec x) { _mm512_stream_ps(p, x.v); }
+// 64 bytes, both aligned to them.
+GDN_INLINE void stream_line(void* to, const void* from) {
+  _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_load_si512(from));
+}
 GDN_INLINE void store_n(float* p, Vec x, std::int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
 
 template <class Half>
@@ -161,15 +168,10 @@ GDN_INLINE void store_pair(BFloat16* p, Vec a, Vec b) {
 
 // A NaN becomes the default one, others stay.
 GDN_INLINE Vec canonical_nan(Vec x) { return {_mm512_fixupimm_ps(x.v, x.v, _mm512_set1_epi32(0x33), 0)}; }
-// The nearest bfloat16 in the high halves, ties away from zero: one operation instead of four. The NaN must have no
-// bits in their low halves, as those from bfloat16 and canonical_nan.
-GDN_INLINE __m512i coarse_bits(Vec x) { return _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x8000)); }
-GDN_INLINE Vec coarse_bfloat16(Vec x) {
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  return {_mm512_castsi512_ps(_mm512_and_si512(coarse_bits(canonical_nan(x)), high))};
-}
+// The nearest bfloat16, ties to even, of values whose NaN have no bits in their low halves, as those from bfloat16 and
+// canonical_nan.
 GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
-  const __m512i bits = coarse_bits(x);
+  const __m512i bits = round_number_to_bfloat16(_mm512_castps_si512(x.v));
   const __m256i halves = _mm512_castsi512_si256(high_halves(bits, bits));
   if (n >= kLanes) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
@@ -178,7 +180,8 @@ GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
   }
 }
 GDN_INLINE void store_coarse_pair(BFloat16* p, Vec a, Vec b) {
-  _mm512_storeu_si512(p, high_halves(coarse_bits(a), coarse_bits(b)));
+  _mm512_storeu_si512(p, high_halves(round_number_to_bfloat16(_mm512_castps_si512(a.v)),
+                                     round_number_to_bfloat16(_mm512_castps_si512(b.v))));
 }
 GDN_INLINE void stream_pair(BFloat16* p, Vec a, Vec b) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), high_halves(round_to_bfloat16(a), round_to_bfloat16(b)));

@@ -19,9 +19,8 @@ GDN_INLINE Vec coarse_exp2(Vec x) {
   return scale_by_power_of_two(p, n);
 }
 
-// Nearest bfloat16, ties either way, of values whose NaN came through canonical_nan or from bfloat16.
+// The nearest bfloat16, ties to even, of values whose NaN came through canonical_nan or from bfloat16.
 GDN_INLINE Vec canonical_nan(Vec x) { return x; }
-GDN_INLINE Vec coarse_bfloat16(Vec x) { return x; }
 GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
   if (n >= kLanes) {
     store(p, x);

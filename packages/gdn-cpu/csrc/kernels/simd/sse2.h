@@ -27,6 +27,12 @@ GDN_INLINE float first_lane(Vec x) { return _mm_cvtss_f32(x.v); }
 GDN_INLINE Vec load(const float* p) { return {_mm_loadu_ps(p)}; }
 GDN_INLINE void store(float* p, Vec x) { _mm_storeu_ps(p, x.v); }
 GDN_INLINE void stream(float* p, Vec x) { _mm_stream_ps(p, x.v); }
+// 64 bytes, both aligned to them.
+GDN_INLINE void stream_line(void* to, const void* from) {
+  for (int i = 0; i < 4; ++i) {
+    _mm_stream_si128(static_cast<__m128i*>(to) + i, _mm_load_si128(static_cast<const __m128i*>(from) + i));
+  }
+}
 
 GDN_INLINE Vec load(const BFloat16* p) {
   const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
