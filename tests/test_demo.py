@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gdn_core
-from gdn_core.cli import CommandError, demo, demo_model, main
+from gdn_core.cli import CommandError, demo, demo_model, main, models
 from gdn_core.cli.demo_compare import compare
 
 transformers = pytest.importorskip("transformers")
@@ -119,7 +119,7 @@ def test_demo_errors_say_what_to_do(
     transformers.LlamaForCausalLM(llama).save_pretrained(tmp_path / "llama")
     assert "a llama model has no Gated DeltaNet layers" in message("--model", str(tmp_path / "llama"))
 
-    monkeypatch.setattr(demo_model, "available_memory", lambda: 1000.0)
+    monkeypatch.setattr(models, "available_memory", lambda: 1000.0)
     assert "a smaller model or a larger machine" in message("--model", str(tmp_path / "llama"))
 
     assert "give 2 or more" in message("--new-tokens", "1")
@@ -130,7 +130,7 @@ def test_demo_errors_say_what_to_do(
 def test_demo_without_a_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CommandError, match="HF_HUB_OFFLINE is set"):
-        demo_model.load("no-such-owner/no-such-model", torch.float32)
+        models.load("no-such-owner/no-such-model", torch.float32)
 
 
 def test_comparison() -> None:

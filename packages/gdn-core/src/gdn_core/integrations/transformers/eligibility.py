@@ -43,7 +43,7 @@ def takes(ops: Collection[str], *tensors: torch.Tensor | None) -> bool:
     if _is_exporting() or torch.jit.is_tracing():
         return False
     device = _device_of(tensors)
-    if torch.is_autocast_enabled(device) or not has_kernels(ops, device):
+    if not has_kernels(ops, device) or (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return False
     with_gradient = torch.is_grad_enabled()
     return all(tensor is None or _is_eligible(tensor, device, with_gradient) for tensor in tensors)

@@ -57,7 +57,7 @@ def is_patched() -> bool:
 
 @contextmanager
 def patched(model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Patch while a `with` block runs, in all threads; what another patch holds stays. Arguments as of :func:`patch`."""
+    """Patch, as :func:`patch` does, in all threads while a `with` block runs; what another patch holds stays."""
     hold = _Hold(_modules_of(model), is_lasting=False)
     _install(hold)
     try:
@@ -235,7 +235,9 @@ def _tell(module: str) -> None:
     native = sorted(device for device in devices if has_kernels(("chunk_gated_delta_rule",), device))
     if native:
         names = ", ".join(name for name, _ in _available())
-        log_once(logging.INFO, f"transformers' {family}: Gated DeltaNet layers on {', '.join(native)} run on gdn ({names})")
+        log_once(
+            logging.INFO, f"transformers' {family}: Gated DeltaNet layers on {', '.join(native)} run on gdn ({names})"
+        )
         return
     cpu = _registry.info("cpu")
     remedy = f" To make it fast: {cpu.install}" if cpu.install else ""

@@ -165,9 +165,7 @@ def _normed(layer: Any, core: torch.Tensor, z: torch.Tensor) -> Any:
     return _gated_norm(layer)(core.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
 
 
-def _decode(
-    layer: Any, mixed_qkv: torch.Tensor, z: torch.Tensor, a: torch.Tensor, b: torch.Tensor, cache: Any
-) -> Any:
+def _decode(layer: Any, mixed_qkv: torch.Tensor, z: torch.Tensor, a: torch.Tensor, b: torch.Tensor, cache: Any) -> Any:
     """Advance each sequence by one token. Both states are updated in the cache's own tensors: the batch is the pool."""
     batch = mixed_qkv.shape[0]
     conv_state, state = cache.get_conv_state(layer.layer_idx), cache.get_recurrent_state(layer.layer_idx)
@@ -214,9 +212,7 @@ def _decode(
     )
 
 
-def _prefill(
-    layer: Any, mixed_qkv: torch.Tensor, z: torch.Tensor, a: torch.Tensor, b: torch.Tensor, cache: Any
-) -> Any:
+def _prefill(layer: Any, mixed_qkv: torch.Tensor, z: torch.Tensor, a: torch.Tensor, b: torch.Tensor, cache: Any) -> Any:
     """Run any number of tokens, from the cache's states where there are some."""
     tokens = mixed_qkv.shape[1]
     initial_state = None if cache is None else cache.get_recurrent_state(layer.layer_idx)

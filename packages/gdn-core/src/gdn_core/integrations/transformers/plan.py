@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a model run on once it is patched: seen by running one of each kind, without the model's weights."""
+"""What the layers of a patched model run on: seen by running one of each kind, without the model's weights."""
 
 from __future__ import annotations
 
