@@ -40,7 +40,7 @@ def has_kernels(ops: Collection[str], device: str) -> bool:
 
 def takes(ops: Collection[str], *tensors: torch.Tensor | None) -> bool:
     """Tell whether gdn runs `ops` on these tensors, of which the first is there."""
-    if _is_exporting() or torch.jit.is_tracing():
+    if _is_exporting() or torch._C._get_tracing_state() is not None:
         return False
     device = _device_of(tensors)
     if not has_kernels(ops, device) or (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):

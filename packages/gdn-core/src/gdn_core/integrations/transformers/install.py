@@ -197,7 +197,9 @@ def _has_rule(module: ModuleType) -> bool:
 
 def _replace_all(module: ModuleType) -> list[_Replacement]:
     replaced = []
-    classes = [cls for _, cls in inspect.getmembers(module, inspect.isclass) if cls.__module__ == module.__name__]
+    classes: list[Any] = [
+        cls for _, cls in inspect.getmembers(module, inspect.isclass) if cls.__module__ == module.__name__
+    ]
     layers = [cls for cls in classes if is_layer_class(cls)]
     for cls in classes:
         if cls.__name__.endswith("RMSNormGated"):
