@@ -66,7 +66,7 @@ def why_not(layer: Any) -> str | None:
         return f"gdn has no convolution with {layer.activation}"
     if _gated_norm(layer).activation not in GATE_ACTIVATIONS:
         return f"gdn has no gated norm with {_gated_norm(layer).activation}"
-    if _is_hooked(layer):
+    if _is_hooked(layer.conv1d, _gated_norm(layer)):
         return "hooks are on its parts (offloaded weights, or someone who watches)"
     return None
 
@@ -88,12 +88,12 @@ def _is_plain_call(cache: Any, layer_idx: int, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_eligible(layer: Any, hidden_states: torch.Tensor, cache: Any, is_step: bool) -> bool:
-    norm = _gated_norm(layer)
-    if norm is None or _layout(layer) is None or _is_hooked(layer):
+    norm, conv1d = _gated_norm(layer), layer.conv1d
+    if norm is None or _layout(layer) is None or _is_hooked(conv1d, norm):
         return False
     if layer.activation not in CONV_ACTIVATIONS or norm.activation not in GATE_ACTIVATIONS:
         return False
-    weight = layer.conv1d.weight
+    weight = conv1d.weight
     if hidden_states.dtype != weight.dtype:
         return False
     states: tuple[torch.Tensor, ...] = ()
@@ -102,19 +102,19 @@ def _is_eligible(layer: Any, hidden_states: torch.Tensor, cache: Any, is_step: b
         if states[0].dtype != weight.dtype or not all(state.is_contiguous() for state in states):
             return False
     ops = decode_ops(layer) if is_step else PREFILL_OPS
-    weights = (weight, layer.conv1d.bias, layer.A_log, layer.dt_bias, norm.weight)
+    weights = (weight, conv1d.bias, layer.A_log, layer.dt_bias, norm.weight)
     return takes(ops, hidden_states, *weights, *states)
 
 
-def _is_hooked(layer: Any) -> bool:
+def _is_hooked(conv1d: Any, norm: Any) -> bool:
     """Tell whether something waits for a call of the convolution or the norm, whose weights are used without one.
 
     accelerate moves an offloaded weight in when the module is called.
     """
-    norm = _gated_norm(layer)
+    # A module that lacks an attribute takes its time to say so: its own dictionary answers at once.
     return (
-        hasattr(layer.conv1d, "_hf_hook")
-        or hasattr(norm, "_hf_hook")
+        "_hf_hook" in vars(conv1d)
+        or "_hf_hook" in vars(norm)
         or bool(norm._forward_hooks)
         or bool(norm._forward_pre_hooks)
     )
@@ -133,7 +133,7 @@ def _gated_norm(layer: Any) -> Any:
 
 
 def _doubles_beta(layer: Any) -> bool:
-    return bool(getattr(layer, "allow_neg_eigval", False))
+    return bool(vars(layer).get("allow_neg_eigval", False))
 
 
 # The core
