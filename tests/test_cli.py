@@ -62,7 +62,7 @@ def test_help_names_the_commands_and_the_environment(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    for word in ("info", "verify", "bench", "demo", *_registry.ENVIRONMENT):
+    for word in ("info", "verify", "bench", "demo", "generate", *_registry.ENVIRONMENT):
         assert word in text
 
 

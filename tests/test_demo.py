@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gdn demo` on a small model, and the patch of transformers' modeling modules that it rests on."""
+"""`gdn demo` on a small model."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import gdn_core
-from gdn_core.cli import CommandError, demo, demo_model, main
+from gdn_core.cli import CommandError, demo, demo_model, main, models
 from gdn_core.cli.demo_compare import compare
 
 transformers = pytest.importorskip("transformers")
@@ -44,37 +41,10 @@ def _leaves_no_patch() -> Iterator[None]:
     assert not integration.is_patched()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("model")
-    demo_model.save_seeded_model(directory, SHAPE, 1, torch.float32)
-    return demo_model.load(str(directory), torch.float32)[0]
-
-
-@pytest.fixture(scope="module")
-def next_model() -> Any:
-    """A small Qwen3-Next, whose projections are interleaved and whose MLPs are experts."""
-    config = transformers.Qwen3NextConfig(
-        vocab_size=99, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
-        intermediate_size=64, initializer_range=0.2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.Qwen3NextForCausalLM(config).eval()
-
-
 def arguments(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
     return parser.parse_args(["--prompt-tokens", "70", "--new-tokens", "6", "--rounds", "1", *argv])
-
-
-def tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(5))
-
-
-# The demo
 
 
 def test_demo_in_float32_gives_equal_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +119,7 @@ def test_demo_errors_say_what_to_do(
     transformers.LlamaForCausalLM(llama).save_pretrained(tmp_path / "llama")
     assert "a llama model has no Gated DeltaNet layers" in message("--model", str(tmp_path / "llama"))
 
-    monkeypatch.setattr(demo_model, "available_memory", lambda: 1000.0)
+    monkeypatch.setattr(models, "available_memory", lambda: 1000.0)
     assert "a smaller model or a larger machine" in message("--model", str(tmp_path / "llama"))
 
     assert "give 2 or more" in message("--new-tokens", "1")
@@ -160,7 +130,7 @@ def test_demo_errors_say_what_to_do(
 def test_demo_without_a_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CommandError, match="HF_HUB_OFFLINE is set"):
-        demo_model.load("no-such-owner/no-such-model", torch.float32)
+        models.load("no-such-owner/no-such-model", torch.float32)
 
 
 def test_comparison() -> None:
@@ -178,96 +148,3 @@ def test_comparison() -> None:
     assert compare([1, 0], [1, 2], before, far, exact, torch.bfloat16).passed
     same = compare([1, 0], [1, 0], before, before, None, torch.float32)
     assert same.passed and same.equal_tokens == 2 and same.logit_difference == 0
-
-
-# The patch
-
-
-def state_of_modules() -> dict[str, Any]:
-    found = {}
-    for family in integration.FAMILIES:
-        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        for name, value in vars(module).items():
-            found[f"{family}.{name}"] = value
-            if isinstance(value, type) and value.__module__ == module.__name__:
-                found[f"{family}.{name}.forward"] = vars(value).get("forward")
-    return found
-
-
-def test_unpatch_restores_the_very_functions() -> None:
-    before = state_of_modules()
-    integration.patch()
-    patched = state_of_modules()
-    changed = {name for name, value in patched.items() if value is not before[name]}
-    assert len([name for name in changed if name.startswith("qwen3_5.")]) == 6
-    integration.patch()
-    assert all(value is patched[name] for name, value in state_of_modules().items())
-    integration.unpatch()
-    assert all(value is before[name] for name, value in state_of_modules().items())
-    integration.unpatch()
-
-
-def test_a_nested_patch_keeps_the_outer_one() -> None:
-    with integration.patched():
-        with integration.patched():
-            assert integration.is_patched()
-        assert integration.is_patched()
-    assert not integration.is_patched()
-
-
-def test_a_patch_ends_with_an_exception() -> None:
-    with pytest.raises(KeyError), integration.patched():
-        raise KeyError
-    assert not integration.is_patched()
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"use_cache": False}], ids=str)
-def test_generation_is_the_same(request: pytest.FixtureRequest, family: str, options: dict[str, Any]) -> None:
-    model = request.getfixturevalue("model" if family == "qwen3_5" else "next_model")
-    ids = tokens(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0  # padding on the left
-    generate = {"attention_mask": mask, "max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, **options}
-    expected = model.generate(ids, **generate)
-    with integration.patched(), gdn_core.record_calls() as calls:
-        actual = model.generate(ids, **generate)
-    assert torch.equal(actual, expected)
-    assert calls
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-@torch.no_grad()
-def test_cached_continuation_is_the_same(request: pytest.FixtureRequest, family: str) -> None:
-    """Prefill, one token, several tokens onto the cache, one token, and the same with a cache that records its past."""
-    model = request.getfixturevalue("model" if family == "qwen3_5" else "next_model")
-    ids = tokens(2, 20)
-    cuts = (0, 2, 3, 10, 11, 20)
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-    def logits(record: bool) -> torch.Tensor:
-        cache = transformers.DynamicCache(config=model.config)
-        if record:
-            cache.activate_past_recording()
-        pieces = [model(ids[:, a:b], use_cache=True, **{argument: cache}).logits for a, b in pairwise(cuts)]
-        return torch.cat(pieces, dim=1)
-
-    for record in (False, True) if hasattr(transformers.DynamicCache, "activate_past_recording") else (False,):
-        expected = logits(record)
-        with integration.patched():
-            assert (logits(record) - expected).norm() < 1e-5 * expected.norm()
-
-
-def test_training_keeps_the_original_code(model: Any) -> None:
-    ids = tokens(1, 8)
-
-    def gradient() -> torch.Tensor:
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        return model.model.layers[0].linear_attn.A_log.grad.clone()
-
-    expected = gradient()
-    with integration.patched(), gdn_core.record_calls() as calls:
-        assert torch.equal(gradient(), expected)
-    assert not calls
-    model.zero_grad()

@@ -6,6 +6,8 @@ The operations run on whichever backend takes the call: see :func:`backends`, :f
 
 from __future__ import annotations
 
+import os
+
 from . import _schema, reference
 from ._dispatch import Explanation, record_calls, use_backend
 from ._registry import BackendInfo, backends, core_version
@@ -67,3 +69,9 @@ def __getattr__(name: str) -> str:
     if name == "__version__":
         return core_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if os.environ.get("GDN_PATCH_TRANSFORMERS") == "1":
+    from .integrations.transformers import patch_for_environment
+
+    patch_for_environment()

@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "GDN_CPU_ISA": ("LEVEL", "cap gdn-cpu's instruction-set level (`gdn info` lists them)"),
     "GDN_CPU_GEMM": ("ENGINE", "force what multiplies bf16 in gdn-cpu's chunked prefill (`gdn info` names it)"),
     "GDN_DECODE_KERNEL": ("NAME", "insist on what runs the fused decode on CUDA: cuda or triton"),
+    "GDN_PATCH_TRANSFORMERS": ("1", "run transformers' Gated DeltaNet layers on gdn, once gdn_core is imported"),
     "GDN_DEBUG": ("1", "check more, at the price of speed"),
     "GDN_SKIP_VERSION_CHECK": ("1", "accept a backend of another version"),
     "GDN_REQUIRE": ("NAME,...", "in gdn's own tests: fail where one of these backends is missing"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `gdn` command: info, verify, bench, demo.
+"""The `gdn` command: info, verify, bench, demo, generate.
 
 Exit status: 0 done and right, 1 a check failed, 2 the command could not run (a line says what to do).
 """
@@ -18,6 +18,7 @@ _COMMANDS = {
     "verify": "check every operation of every backend against float64 on this machine",
     "bench": "time operations against the machine's own limits and against other libraries",
     "demo": "generate text with a Qwen3.5-architecture model, without gdn and with it",
+    "generate": "continue a text with a model of your own, on gdn",
 }
 
 

@@ -25,17 +25,20 @@ import gdn_core
 from gdn_core.integrations import transformers as integration
 
 from .. import _registry
-from . import CommandError, demo_model, output
+from . import CommandError, demo_model, models, output
 from .demo_compare import Comparison, compare
 from .demo_generate import DECODE, PHASES, PREFILL, Calls, Generation, count_calls, follow, follow_at_once, generate
 from .timing import torch_threads
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+SHAPES = {"small": demo_model.Shape(), "0.8b": demo_model.FULL}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="PATH_OR_ID", help="a real checkpoint instead of the seeded model")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="default: %(default)s")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), default="small", help="of the seeded model; 0.8b is Qwen3.5-0.8B's"
+    )
+    parser.add_argument("--dtype", choices=list(models.DTYPES), default="bfloat16", help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=output.positive, default=512, metavar="N", help="default: %(default)s")
     parser.add_argument("--new-tokens", type=output.positive, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -49,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, shape: demo_model.Shape | None = None) -> int:
     """Run the command. `shape` sizes the seeded model."""
     output.check_json_path(args.json)
-    demo_model.import_transformers()
+    models.import_transformers()
     if args.new_tokens < 2:
         raise CommandError("--new-tokens: decode is timed from the second token on; give 2 or more")
     try:
         with torch_threads(args.threads):
-            return _run(args, shape or demo_model.Shape())
+            return _run(args, shape or SHAPES[args.shape])
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CommandError("out of memory; use fewer --prompt-tokens or a smaller model") from error
 
@@ -107,17 +110,16 @@ class _Notes(logging.Handler):
 
 
 def _measure(args: argparse.Namespace, shape: demo_model.Shape, directory: Path, steps: output.Steps) -> _Results:
-    dtype = DTYPES[args.dtype]
+    dtype = models.DTYPES[args.dtype]
     if args.model is None:
         steps.step("building the model")
         demo_model.save_seeded_model(directory, shape, args.seed, dtype)
     steps.step("loading the model")
-    model, tokenizer = demo_model.load(args.model or str(directory), dtype)
+    model, tokenizer = models.load(args.model or str(directory), dtype)
     layers = integration.gated_delta_net_layers(model)
-    if not layers:
-        kind = model.config.model_type
-        raise CommandError(f"{args.model}: a {kind} model has no Gated DeltaNet layers; try a Qwen3.5 or a Qwen3-Next")
-    ids = demo_model.prompt_ids(tokenizer, args.prompt_tokens)
+    # Plain greedy decoding to the asked length, whatever the checkpoint recommends for a conversation.
+    model.generation_config = type(model.generation_config)(do_sample=False)
+    ids = _prompt(args, tokenizer)
     description = _describe(model, layers, args)
     before: list[Generation] = []
     after: list[Generation] = []
@@ -136,6 +138,16 @@ def _measure(args: argparse.Namespace, shape: demo_model.Shape, directory: Path,
     return _Results(description, before, after, calls, comparison, tokenizer.decode(after[0].tokens))
 
 
+def _prompt(args: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
+    """Return the prompt [1, prompt_tokens]: its text where one is given, as `gdn generate` does."""
+    text = getattr(args, "prompt", None)
+    if text is None:
+        return demo_model.prompt_ids(tokenizer, args.prompt_tokens)
+    ids: torch.Tensor = tokenizer(text, return_tensors="pt")["input_ids"]
+    args.prompt_tokens = ids.shape[1]
+    return ids
+
+
 def _compare(
     model: Any, ids: torch.Tensor, before: Generation, after: Generation, dtype: torch.dtype, steps: output.Steps
 ) -> Comparison:
@@ -148,7 +160,7 @@ def _compare(
     steps.step("comparing", "in float32")
     exact = None
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    if dtype != torch.float32 and 3 * weights < demo_model.available_memory():
+    if dtype != torch.float32 and 3 * weights < models.available_memory():
         exact = follow_at_once(model.float(), ids, before.tokens)
     return compare(before.tokens, after.tokens, before.logits, logits_after, exact, dtype)
 
@@ -174,7 +186,7 @@ def _show(args: argparse.Namespace, results: _Results, misplaced: Sequence[str],
     console.print(f"\n{results.description}\n", markup=False)
     console.print(_timing_table(_figures(results.before, args), _figures(results.after, args)))
     console.print(_operations_table(results.calls, misplaced))
-    console.print(_verdict(results.comparison, DTYPES[args.dtype]), markup=False)
+    console.print(_verdict(results.comparison, models.DTYPES[args.dtype]), markup=False)
     if args.model is not None:
         console.print(f"\nText: {results.text}", markup=False)
     if misplaced:

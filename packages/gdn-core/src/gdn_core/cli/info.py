@@ -18,19 +18,24 @@ from rich.console import Console
 import gdn_core
 
 from .. import _registry
-from . import CommandError, environment_error, output
+from . import CommandError, environment_error, models, output
 from .verify_cases import all_cases
 
 _PACKAGES = ("gdn-core", "gdn-cpu", "gdn-cuda", "torch", "triton", "transformers", "rich")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="PATH_OR_ID", help="also show what the layers of this model run on under transformers"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     facts = gather()
+    if args.model is not None and not facts["environment_error"]:
+        facts["model"] = {"name": args.model, "layers": _layers(args.model)}
     if args.json:
         output.write_json("-", facts)
     else:
@@ -94,6 +99,20 @@ def _operation(op: str, device: str) -> dict[str, Any]:
     return {"op": op, "device": device, "backend": explanation.backend, "reasons": explanation.reasons}
 
 
+def _layers(path: str) -> list[dict[str, Any]]:
+    """Plan the layers of a model from its configuration alone."""
+    transformers = models.import_transformers()
+    with models.load_errors(path):
+        config = transformers.AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    models.require_layers(path, model)
+    integration = importlib.import_module("gdn_core.integrations.transformers")
+    dtype = config.get_text_config().dtype or torch.bfloat16
+    plans = [(device, plan) for device in _devices() for plan in integration.plan_layers(model, dtype, device)]
+    return [{"device": device, "dtype": str(dtype).removeprefix("torch.")} | asdict(plan) for device, plan in plans]
+
+
 # What is printed
 
 
@@ -104,7 +123,30 @@ def _show(facts: dict[str, Any], console: Console) -> None:
     _show_backends(facts, console)
     _show_levels(facts, console)
     _show_operations(facts, console)
+    if "model" in facts:
+        _show_layers(facts["model"], console)
     _show_environment(facts, console)
+
+
+def _show_layers(model: dict[str, Any], console: Console) -> None:
+    """Print a row for each run of layers that do the same."""
+    table = output.table(
+        f"Gated DeltaNet layers of {_escaped(model['name'])}, patched (GDN_PATCH_TRANSFORMERS=1, or patch())",
+        *("layers", "device", "dtype", "heads of keys, of values", "prefill", "decoded token", "why not gdn"),
+    )
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for layer in model["layers"]:
+        phases = (_backends_of(layer[phase]) for phase in ("prefill", "decode"))
+        row = (layer["device"], layer["dtype"], layer["heads"], *phases, layer["reason"] or "")
+        groups.setdefault(row, []).append(layer["index"])
+    for row, indices in groups.items():
+        table.add_row(" ".join(map(str, indices)), *row)
+    console.print(table)
+
+
+def _backends_of(calls: dict[str, str]) -> str:
+    names = sorted(set(calls.values()))
+    return f"gdn: {', '.join(names)} ({output.count(len(calls), 'operation')})" if names else "transformers"
 
 
 def _show_backends(facts: dict[str, Any], console: Console) -> None:

@@ -21,7 +21,7 @@ from gdn_core import GDNLayerParams
 
 from . import CommandError
 from .bench_case import Build, Contender, Expected, Sequences, Tokens, channel_last
-from .demo_model import import_transformers
+from .models import import_transformers
 
 NAMES = ("vllm", "transformers")
 

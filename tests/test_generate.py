@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gdn generate` and `gdn info --model` on small checkpoints."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gdn_core
+from gdn_core.cli import demo_model, main
+
+transformers = pytest.importorskip("transformers")
+
+from test_demo import SHAPE  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    demo_model.save_seeded_model(directory, SHAPE, 1, torch.float32)
+    return str(directory)
+
+
+def expected_text(checkpoint: str, prompt: str, count: int) -> str:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer(prompt, return_tensors="pt")
+    result = model.generate(**ids, max_new_tokens=count, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    text: str = tokenizer.decode(result, skip_special_tokens=True)
+    return text
+
+
+def test_it_streams_what_transformers_generates(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = expected_text(checkpoint, "some words", 9)
+    options = ["--dtype", "float32", "--max-new-tokens", "9"]
+    capsys.readouterr()
+    with gdn_core.record_calls() as calls:
+        assert main(["generate", checkpoint, "--prompt", "some words", *options]) == 0
+    assert "chunk_gated_delta_rule" in {op for op, _ in calls} or not calls
+    printed = capsys.readouterr()
+    assert printed.out == expected + "\n"
+    assert "loading the model" in printed.err
+    assert "9 tokens after a prompt of 10, prompt " in printed.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("some words"))
+    assert main(["generate", checkpoint, "--prompt", "-", *options]) == 0
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_a_temperature_draws_by_the_seed(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        argv = ["--temperature", "1.5", "--seed", seed, "--max-new-tokens", "12"]
+        assert main(["generate", checkpoint, *argv]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_compare_shows_a_table(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--compare", "--dtype", "float32", "--max-new-tokens", "5", "--prompt", "some words"]
+    assert main(["generate", checkpoint, *argv]) == 0
+    text = capsys.readouterr().out
+    assert "Greedy tokens: 5 of 5 equal" in text and "prefill, tokens/s" in text and "prompt 10 tokens" in text
+
+
+def test_an_interrupt_ends_it_cleanly(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put, count = transformers.TextStreamer.put, []
+
+    def interrupted(self: Any, value: torch.Tensor) -> None:
+        count.append(1)
+        if len(count) == 4:
+            raise KeyboardInterrupt
+        put(self, value)
+
+    monkeypatch.setattr(transformers.TextStreamer, "put", interrupted)
+    assert main(["generate", checkpoint, "--max-new-tokens", "50"]) == 130
+    printed = capsys.readouterr()
+    assert printed.out.endswith("\n") and printed.err.splitlines()[-1].endswith("interrupted")
+
+
+def test_errors_say_what_to_do(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def message(*argv: str) -> str:
+        assert main([*argv]) == 2
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path)
+    demo_model._byte_tokenizer(transformers).save_pretrained(tmp_path)
+    for command in (["generate", str(tmp_path)], ["info", "--model", str(tmp_path)]):
+        assert "a llama model has no Gated DeltaNet layers; try" in message(*command)
+    (tmp_path / "empty").mkdir()
+    assert "must hold config.json, the weights" in message("generate", str(tmp_path / "empty"))
+    assert "leave out --temperature" in message("generate", checkpoint, "--compare", "--temperature", "1")
+    assert "give a text" in message("generate", checkpoint, "--prompt", "")
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    assert 'pip install "gdn-core[transformers]"' in message("generate", checkpoint)
+
+
+def test_info_shows_the_layers_of_a_model(
+    checkpoint: str, cpu_backend: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", "--model", checkpoint, "--json"]) == 0
+    layers = [row for row in json.loads(capsys.readouterr().out)["model"]["layers"] if row["device"] == "cpu"]
+    assert [row["index"] for row in layers] == [0, 1, 2]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["info", "--model", checkpoint]) == 0
+    text = capsys.readouterr().out
+    assert "Gated DeltaNet layers of" in text and "0 1 2" in text and "2 x 16, 4 x 24" in text
