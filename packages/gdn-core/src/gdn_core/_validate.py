@@ -122,8 +122,10 @@ def _scalar(name: str, kind: str, value: object) -> None:
         converted = None
     if converted is None:
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
-    if kind == "int" and not -(2**63) <= operator.index(converted) < 2**63:  # type: ignore[arg-type]
-        raise ValueError(f"{name}: expected an int of 64 bits, got {converted}")
+    # torch takes a Python int as a number of 64 bits, where a float of that size would do.
+    is_whole = kind == "int" or (kind == "float" and isinstance(value, int))
+    if is_whole and not -(2**63) <= operator.index(value) < 2**63:  # type: ignore[arg-type]
+        raise ValueError(f"{name}: expected an int of 64 bits, got {operator.index(value)}")  # type: ignore[arg-type]
 
 
 def dense_tensor(name: str, value: object, first: tuple[str, Tensor]) -> None:
@@ -553,7 +555,7 @@ def _check_causal_conv1d_fn(
     offsets("query_start_loc", query_start_loc, total)
     if seq_idx is not None:
         others = {"query_start_loc": query_start_loc, "conv_states": conv_states, "initial_states": initial_states,
-                  "has_initial_state": has_initial_state, "final_states": final_states}  # fmt: skip
+                  "has_initial_state": has_initial_state, "return_final_states": final_states}  # fmt: skip
         for name, other in others.items():
             if other is not None:
                 raise ValueError(f"seq_idx: expected None with {name}, got a tensor")
