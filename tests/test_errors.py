@@ -451,6 +451,22 @@ def test_inputs_that_no_rule_here_has(op, name):
     raises(None, op, {**small_call(op), name: torch.zeros(1)}, NotImplementedError, name)
 
 
+@pytest.mark.parametrize("op", [DECODE, SPEC, REPLAY, FUSED, FUSED_REPLAY])
+def test_an_int_that_torch_cannot_take_as_a_scale(op):
+    raises("reference", op, {**small_call(op), "scale": 10**30}, ValueError, "scale:", "64 bits")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_segments_have_no_final_states(backend):
+    arguments = {
+        "x": torch.zeros(1, C, 3),
+        "weight": torch.zeros(C, 4),
+        "seq_idx": torch.zeros(1, 3, dtype=torch.int32),
+    }
+    arguments["return_final_states"] = True
+    raises(backend, "causal_conv1d_fn", arguments, ValueError, "seq_idx: expected None with return_final_states")
+
+
 def test_a_dense_batch_has_as_many_slots_as_rows():
     for op in RULES:
         arguments = {**small_call(op), "cu_seqlens": None}

@@ -290,6 +290,16 @@ def test_errors_of_replay_before_anything_is_written(impl, op, name, value, erro
         call(op, arguments)
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+@REPLAYS
+def test_float64_gates_of_other_activations_change_nothing(impl, op, name):
+    arguments, _ = replay_call(op, (3, 2), 3, (2, 4, 12, 20), accepted=(2, 1), live=(2, 2))
+    arguments[name] = arguments[name].double()
+    error = pytest.raises(TypeError, match=rf"^{name}: expected .*, got float64 \[5, 4\]")
+    with gdn_core.use_backend("reference"), untouched(arguments), error:
+        call(op, arguments)
+
+
 @pytest.mark.parametrize("part", ["k", "u", "decay", "live"])
 @REPLAYS
 def test_errors_of_records(impl, op, part):
@@ -714,8 +724,21 @@ def test_errors_of_flush_before_anything_is_written(impl):
     pool = torch.ones(3, 1, 16, 16)
     with pytest.raises(ValueError, match="num_accepted_tokens"):
         records.flush(pool, ints(0, 1), ints(1, 2))
-    with pytest.raises(IndexError, match="slot_indices"):
+    with pytest.raises(IndexError, match=r"^slots: expected slots below 3, got 3"):
         records.flush(pool, ints(0, 3))
+    for slots in ([0, 1], None, torch.zeros(1)):
+        with pytest.raises(TypeError, match=r"^slots: expected .*, got"):
+            records.flush(pool, slots)
+    with pytest.raises(ValueError, match=r"^slots: expected"):
+        records.flush(pool, torch.tensor(0))
+    with pytest.raises(TypeError, match=r"^state: expected a torch.Tensor, got 'x'"):
+        records.flush("x", ints(0))
+    with pytest.raises(TypeError, match=r"^num_accepted_tokens: expected a torch.Tensor, got list"):
+        records.flush(pool, ints(0), [1])
+    with torch.inference_mode():
+        records.live = records.live.clone()
+    with pytest.raises(RuntimeError, match=r"^records.live: expected .*inference_mode"):
+        records.flush(pool, ints(0))
     assert (pool == 1).all() and (records.live == 1).all()
 
 

@@ -101,7 +101,7 @@ def _check_kinds(op: str, flat: Sequence[Any]) -> None:
             _scalar(argument.name, argument.kind, value)
         elif argument.kind == "Tensor":
             first = first or (argument.name, value)
-            _dense_tensor(argument.name, value, first)
+            dense_tensor(argument.name, value, first)
     if first is not None and type(first[1]) is Tensor and first[1].device.type == "meta":
         raise NotImplementedError(f"{first[0]}: expected a tensor with values, got {describe(first[1])} on device meta")
 
@@ -122,11 +122,13 @@ def _scalar(name: str, kind: str, value: object) -> None:
         converted = None
     if converted is None:
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
-    if kind == "int" and not -(2**63) <= operator.index(converted) < 2**63:  # type: ignore[arg-type]
-        raise ValueError(f"{name}: expected an int of 64 bits, got {converted}")
+    # torch takes a Python int as a number of 64 bits, where a float of that size would do.
+    is_whole = kind == "int" or (kind == "float" and isinstance(value, int))
+    if is_whole and not -(2**63) <= operator.index(value) < 2**63:  # type: ignore[arg-type]
+        raise ValueError(f"{name}: expected an int of 64 bits, got {operator.index(value)}")  # type: ignore[arg-type]
 
 
-def _dense_tensor(name: str, value: object, first: tuple[str, Tensor]) -> None:
+def dense_tensor(name: str, value: object, first: tuple[str, Tensor]) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
     if value.layout != torch.strided:
@@ -141,11 +143,7 @@ def _check_written(op: str, flat: Sequence[Any]) -> None:
         if not argument.is_written or value is None or not has_data(value):
             continue
         separate_elements(argument.name, value)
-        if value.is_inference() and not torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                f"{argument.name}: expected a tensor that may be updated outside torch.inference_mode(), got one made "
-                f"inside, {describe(value)}"
-            )
+        updatable(argument.name, value)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -217,6 +215,15 @@ def writable(name: str, value: Tensor, shape: Sequence[int | str]) -> None:
     tensor(name, value, shape)
     if value.numel() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(f"{name}: expected a unit stride in the last dimension, got strides {list(value.stride())}")
+
+
+def updatable(name: str, value: Tensor) -> None:
+    """Check that torch lets this tensor be written here."""
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{name}: expected a tensor that may be updated outside torch.inference_mode(), got one made inside, "
+            f"{describe(value)}"
+        )
 
 
 def has_data(value: Tensor) -> bool:
@@ -328,6 +335,13 @@ def _head_vectors(hv: int, A_log: Tensor, dt_bias: Tensor) -> None:
     tensor("dt_bias", dt_bias, [hv])
 
 
+def _gate_inputs(a: Tensor, b: Tensor, shape: Sequence[int], activations: torch.dtype) -> None:
+    """Check what the gates of a decode step come from: float64 only where the step computes in float64."""
+    dtypes = [dtype for dtype in _FLOATS if dtype != torch.float64 or activations == torch.float64]
+    tensor("a", a, shape, dtypes)
+    tensor("b", b, shape, dtypes)
+
+
 # --- one check an op --------------------------------------------------------------------------------------------------
 
 
@@ -417,8 +431,7 @@ def _check_decode(
 ) -> tuple[int, int, int, int, int]:  # fmt: skip
     _, t, h, key_dim, hv, value_dim = _qkv(q, k, v, 1)
     _head_vectors(hv, A_log, dt_bias)
-    tensor("a", a, [t, hv])
-    tensor("b", b, [t, hv])
+    _gate_inputs(a, b, [t, hv], q.dtype)
     positive("softplus_beta", softplus_beta)
     _pool(pool_name, pool, hv, key_dim, value_dim, state_v_first)
     writable("out", out, [1, t, hv, value_dim])
@@ -542,7 +555,7 @@ def _check_causal_conv1d_fn(
     offsets("query_start_loc", query_start_loc, total)
     if seq_idx is not None:
         others = {"query_start_loc": query_start_loc, "conv_states": conv_states, "initial_states": initial_states,
-                  "has_initial_state": has_initial_state, "final_states": final_states}  # fmt: skip
+                  "has_initial_state": has_initial_state, "return_final_states": final_states}  # fmt: skip
         for name, other in others.items():
             if other is not None:
                 raise ValueError(f"seq_idx: expected None with {name}, got a tensor")
@@ -635,8 +648,7 @@ def _check_fused_decode(
     _grouped("output_gate", hv, h)
     not_empty("output_gate", output_gate)
     _head_vectors(hv, A_log, dt_bias)
-    tensor("a", a, [t, hv])
-    tensor("b", b, [t, hv])
+    _gate_inputs(a, b, [t, hv], mixed_qkv.dtype)
     tensor("norm_weight", norm_weight, [value_dim])
     choice("output_gate_activation", output_gate_activation, _GATE_ACTIVATIONS)
     if not norm_eps >= 0:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ._validate import has_data, tensor
+from ._validate import dense_tensor, has_data, tensor, updatable
 
 
 class ReplayRecords:
@@ -77,12 +79,8 @@ class ReplayRecords:
         if slots is None:
             self.live.zero_()
             return
-        tensor("slots", slots, [str(size) for size in getattr(slots, "shape", "N")], (torch.int32, torch.int64))
+        self._check_slots(slots, [str(size) for size in getattr(slots, "shape", "N")], None)
         num_slots = self.live.shape[0]
-        if slots.is_cpu and slots.numel() > 0 and not torch.compiler.is_compiling() and has_data(slots):
-            last = int(slots.max())
-            if last >= num_slots:
-                raise IndexError(f"slots: expected slots below {num_slots}, got {last}")
         slots = slots.to(self.live.device, torch.int64).reshape(-1)
         # Padding goes to a spare element: to pick the others a GPU would have to be waited for.
         is_reset = torch.zeros(num_slots + 1, dtype=torch.bool, device=self.live.device)
@@ -111,8 +109,10 @@ class ReplayRecords:
             use_qk_l2norm_in_kernel: as in the step that left the records.
 
         Raises:
+            TypeError: an argument is of a wrong type or dtype.
             IndexError: a slot is `P` or more.
-            ValueError: more tokens are accepted than a slot has live records; nothing is changed.
+            RuntimeError: the pool or the records were made under `torch.inference_mode()`, and this is outside of it.
+            ValueError: a wrong shape, or more tokens are accepted than a slot has live records; nothing is changed.
 
         Example:
             >>> records = ReplayRecords(num_slots=4, S=3, H=2, HV=4, K=16, V=8, dtype=torch.float32)
@@ -123,6 +123,7 @@ class ReplayRecords:
         """
         from . import ops  # which imports this module
 
+        self._check_flush(state, slots, num_accepted_tokens, null_slot)
         num_rows = len(slots)
         HV, V = self.u.shape[-2:]
         # A step stores the state after the replay, before its own tokens: those of this one never count.
@@ -134,6 +135,30 @@ class ReplayRecords:
             state_v_first=state_v_first, null_slot=null_slot,
         )  # fmt: skip
         self.reset(slots if null_slot is None else slots.masked_fill(slots == null_slot, -1))
+
+    def _check_flush(
+        self, state: Tensor, slots: Tensor, num_accepted_tokens: Tensor | None, null_slot: int | None
+    ) -> None:
+        """Check what the step would report under the name of another argument, or only once the pool has changed."""
+        dense_tensor("state", state, ("state", state))
+        dense_tensor("slots", slots, ("state", state))
+        self._check_slots(slots, ["N"], null_slot)
+        if num_accepted_tokens is not None:
+            dense_tensor("num_accepted_tokens", num_accepted_tokens, ("state", state))
+            tensor("num_accepted_tokens", num_accepted_tokens, [len(slots)], (torch.int32, torch.int64))
+        written = {"state": state, "records.u": self.u, "records.k": self.k, "records.decay": self.decay}
+        for name, value in (written | {"records.live": self.live}).items():
+            updatable(name, value)
+
+    def _check_slots(self, slots: Tensor, shape: Sequence[str], null_slot: int | None) -> None:
+        """Check slots; what a GPU holds is not waited for."""
+        tensor("slots", slots, shape, (torch.int32, torch.int64))
+        if not slots.is_cpu or slots.numel() == 0 or torch.compiler.is_compiling() or not has_data(slots):
+            return
+        num_slots = self.live.shape[0]
+        last = int((slots if null_slot is None else slots.masked_fill(slots == null_slot, -1)).max())
+        if last >= num_slots:
+            raise IndexError(f"slots: expected slots below {num_slots}, got {last}")
 
     @property
     def nbytes(self) -> int:

@@ -279,7 +279,7 @@ void causal_conv1d_fn(TensorView& x, TensorView& weight, TensorView& bias, Tenso
                                                          {"conv_states", &conv_states},
                                                          {"initial_states", &initial_states},
                                                          {"has_initial_state", &has_initial_state},
-                                                         {"final_states", &final_states}};
+                                                         {"return_final_states", &final_states}};
     for (const auto& [name, other] : others) {
       if (!other->is_none()) raise_value(cat({"seq_idx: expected None with ", name, ", got a tensor"}));
     }
@@ -325,6 +325,8 @@ void causal_conv1d_fn(TensorView& x, TensorView& weight, TensorView& bias, Tenso
     params.source = states_of(initial_states);
   }
   if (!final_states.is_none()) params.final_states = states_of(final_states);
+  // A segment may resume after others, whose y would by then lie on its inputs.
+  if (!seq_idx.is_none() && may_overlap(x, out)) copy_into_view(x);
   set_operands(params, x, out, axes, {&conv_states, &final_states});
   if (seq_idx.is_none()) {
     run(params, list.rows);

@@ -8,7 +8,8 @@
 // q, k: [K], v, o: [V] per token, fp32, bf16 or fp16, any strides. State: [K, V] or [V, K] packed, fp32, bf16 or fp16.
 // g, beta: one value per token and head. All arithmetic is fp32. The state goes to a slot of the pool after the last
 // token, or after every token. A half-precision one is rounded where it is stored: between tokens it stays in the fp32
-// scratch. An fp32 one that every token stores is read back from its slot. Where the gated norm follows, o stays fp32
+// scratch, as does an fp32 one; slots that the call does not read again are streamed past the caches when it stores more
+// than 1 MiB. Where the gated norm follows, o stays fp32
 // in the scratch until the norm has read a token's columns. Or records of earlier tokens are replayed into the slot
 // first, and the tokens leave records of their own instead of a state.
 //

@@ -48,12 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def environment_error() -> str | None:
-    """Return what is wrong with the environment, so that no call would run, or None."""
+    """Return what is wrong with the environment, so that no call, or a backend not at all, would run, or None."""
     try:
         _dispatch._environment_choice()
     except (ValueError, RuntimeError) as error:
         return str(error)
-    return None
+    # A backend's own variable: without this the others would run in its place, and all would look well.
+    reasons = [backend.reason or "" for backend in _registry.backends()]
+    return next((reason for reason in reasons if reason.startswith(tuple(_registry.ENVIRONMENT))), None)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -164,6 +164,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = _sizes(args.shape, args.hv)
     threads = _thread_counts(args.threads)
     backends = _backends(args.backend)
+    _check_cases(args, ops, sizes)
     with _level(args.level):
         active = next((backend.level for backend in gdn_core.backends() if backend.name == "cpu"), None)
         rounds = args.rounds or (_QUICK_ROUNDS if args.quick else _ROUNDS)
@@ -186,8 +187,6 @@ def _run(
                 if new:
                     console.print(_table(new, number, size))
                 rows += new
-    if not rows:
-        raise CommandError(f"--case {args.case[0]}: no case is called like that; names are as in the table")
     host_cost = _host_cost_us(setting.rounds) if "decode" in ops and not args.case else None
     _print_notes(console, setting, rows, machine, host_cost)
     if args.json:
@@ -195,6 +194,13 @@ def _run(
         as_json = [asdict(row) | {"unsteady": row.unsteady, "void": row.void} for row in rows]
         output.write_json(args.json, report | {"host_cost_us": host_cost, "rows": as_json})
     return 1 if any(row.failure and row.contender not in NAMES for row in rows) else 0
+
+
+def _check_cases(args: argparse.Namespace, ops: Sequence[str], sizes: Sequence[Sizes]) -> None:
+    """Say at once, before the machine's limits are measured, that no case is wanted."""
+    found = [plan for op in ops for size in sizes for plan in _selected(op, plans(op, size, Peers([], None)), args)]
+    if not found:
+        raise CommandError(f"--case {args.case[0]}: no case is called like that; names are as in the table")
 
 
 def _sizes(shape: str, value_heads: str | None) -> list[Sizes]:

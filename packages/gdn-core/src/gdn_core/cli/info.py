@@ -201,4 +201,4 @@ def _show_environment(facts: dict[str, Any], console: Console) -> None:
     ]
     console.print(f"Environment: {', '.join(settings) or 'no GDN_ variable is set'}", markup=False)
     if facts["environment_error"]:
-        console.print(f"  no operation can run: {facts['environment_error']}", style="red", markup=False)
+        console.print(f"  wrong: {facts['environment_error']}", style="red", markup=False)

@@ -94,6 +94,7 @@ def causal_conv1d_fn(
     pieces = Pieces(query_start_loc, B, B * T, live, width=None, device=x.device)
     rows = pieces.gather(tokens)
 
+    all_slots = slots
     slots = pieces.live if slots is None else slots[pieces.live]
     history = x.new_zeros(len(slots), C, W - 1) if source is None else source.index_select(0, slots)
     if has_initial_state is not None:
@@ -108,9 +109,15 @@ def causal_conv1d_fn(
     y = deliver(joined, out, x.dtype)
     if not return_final_states:
         return y
-    if source is None or conv_states is not None:
-        source = x.new_zeros(len(pieces.all_lengths), C, W - 1)
-    final_states = source.index_copy(0, pieces.live, last_inputs.to(source.dtype))
+    # Wide enough for both, the inputs and the states that rows without tokens hand on; rounded once, below.
+    final_states = last_inputs.new_zeros(len(pieces.all_lengths), C, W - 1)
+    if initial_states is not None:
+        final_states = initial_states.to(final_states.dtype)
+    elif source is not None and all_slots is not None and live is not None:
+        rows_of_pool = live.nonzero()[:, 0]
+        held = source.index_select(0, all_slots[rows_of_pool]).to(final_states.dtype)
+        final_states = final_states.index_copy(0, rows_of_pool, held)
+    final_states = final_states.index_copy(0, pieces.live, last_inputs)
     return y, deliver(final_states, final_states_out, x.dtype)
 
 
