@@ -8,10 +8,10 @@
 // q, k: [K], v, o: [V] per token, fp32, bf16 or fp16, any strides. State: [K, V] or [V, K] packed, fp32, bf16 or fp16.
 // g, beta: one value per token and head. All arithmetic is fp32. The state goes to a slot of the pool after the last
 // token, or after every token. A half-precision one is rounded where it is stored: between tokens it stays in the fp32
-// scratch, as does an fp32 one; slots that the call does not read again are streamed past the caches when it stores more
-// than 1 MiB. Where the gated norm follows, o stays fp32
-// in the scratch until the norm has read a token's columns. Or records of earlier tokens are replayed into the slot
-// first, and the tokens leave records of their own instead of a state.
+// scratch, as does an fp32 one; slots that the call does not read again are streamed past the caches when it stores
+// more than 1 MiB. Where the gated norm follows, o stays fp32 in the scratch until the norm has read a token's columns.
+// Or records of earlier tokens are replayed into the slot first, and the tokens leave records of their own instead of a
+// state.
 //
 // One call computes columns [v_begin, v_end) of one (sequence, head) for all its tokens. Every element sees the same
 // operations in the same order whatever the columns and the number of tokens of the call: decoding token by token, with
