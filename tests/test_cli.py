@@ -467,6 +467,17 @@ def gdn_as_vllm() -> SimpleNamespace:
     )
 
 
+def test_bench_leaves_out_a_peer_without_the_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without = gdn_as_vllm()
+    del without.causal_conv1d_weight_pack
+    monkeypatch.setattr(peers, "_load_vllm", lambda build: without)
+    argv = ("bench", "conv", "core", "gating", *TINY, "--vs", "vllm")
+    status, report = status_and_json(tmp_path / "b.json", *argv)
+    assert status == 0
+    assert {row["op"] for row in report["rows"]} >= {"conv", "core", "gating"}
+    assert {row["op"] for row in report["rows"] if row["contender"] == "vllm"} == {"gating"}
+
+
 def test_bench_times_a_peer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,11 @@ class Peers:
         self._vllm: Any = _load_vllm(self.vllm_build) if "vllm" in names else None
         self._transformers: Any = _load_transformers() if "transformers" in names else None
 
+    @property
+    def _convolves(self) -> bool:
+        """Whether vLLM's build has a convolution: the one for AVX2 has none."""
+        return hasattr(self._vllm, "causal_conv1d_weight_pack")
+
     def _choose(self, vllm: Build | None, transformers: Build | None) -> dict[str, Build]:
         chosen = {}
         if self._vllm is not None and vllm is not None:
@@ -165,7 +170,7 @@ class Peers:
         def transformers() -> Contender:
             return Contender(lambda: self._transformers.causal_conv1d_fn(x[None], weight, activation="silu")[0])
 
-        return self._choose(vllm, transformers if N == 1 else None)
+        return self._choose(vllm if self._convolves else None, transformers if N == 1 else None)
 
     def conv_update(self, x: Tensor, weight: Tensor, states: Tensor, slots: Tensor) -> dict[str, Build]:
         def vllm() -> Contender:
@@ -178,7 +183,7 @@ class Peers:
             run = self._transformers.causal_conv1d_update
             return Contender(lambda: run(x[:, :, None], pool, weight, None, "silu")[:, :, 0], lambda: pool)
 
-        return self._choose(vllm, transformers)
+        return self._choose(vllm if self._convolves else None, transformers)
 
     def conv_drafts(
         self, x: Tensor, weight: Tensor, states: Tensor, accepted: Tensor, expected: Expected
@@ -191,7 +196,7 @@ class Peers:
             run = self._vllm.causal_conv1d_update_cpu
             return Contender(lambda: run(x, pool, packed, None, True, accepted, slots, -1, True), expected=expected)
 
-        return self._choose(vllm, None)
+        return self._choose(vllm if self._convolves else None, None)
 
     def core(
         self,
@@ -221,7 +226,7 @@ class Peers:
 
             return attach(run)
 
-        return self._choose(vllm, None)
+        return self._choose(vllm if self._convolves else None, None)
 
 
 def _packed(tokens: Tokens) -> tuple[Tensor, ...]:
