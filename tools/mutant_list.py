@@ -1134,7 +1134,7 @@ MUTANTS = (
     Mutant(
         "an int beyond 64 bits let through",
         "_validate.py",
-        "-(2**63) <= operator.index(converted) < 2**63",
+        "-(2**63) <= operator.index(value) < 2**63",
         "True",
         "test_a_wrong_value and null_slot",
         ERRORS,
