@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,6 +22,7 @@ from contract_calls import THREADS, same_bits
 from gdn_core.testing import inputs, oracle, packed_relative_error, relative_error, to_float64, tolerance
 
 gdn_cpu = pytest.importorskip("gdn_cpu")
+from gdn_cpu import _openblas  # noqa: E402
 
 OP = "chunk_gated_delta_rule"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,9 +40,11 @@ def _engines() -> list[tuple[str, str]]:
 
 
 def _same_engine(one: tuple[str, str], other: tuple[str, str]) -> bool:
-    return one[1] == other[1] and (one[1] != "portable" or one[0] == other[0])
+    return one[1] == other[1] and (one[1] not in FP32_ENGINES or one[0] == other[0])
 
 
+# On the vectors of their level, whatever is around the products. On Arm OpenBLAS has products of bf16 as well.
+FP32_ENGINES = ("portable", "openblas")
 ENGINES = _engines()
 
 
@@ -59,7 +66,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
 def own_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Force one engine after the other; yields a dtype of activations that it multiplies."""
     with selected(*request.param):
-        yield torch.float32 if request.param[1] == "portable" else torch.bfloat16
+        yield torch.float32 if request.param[1] in FP32_ENGINES else torch.bfloat16
 
 
 def run(arguments: dict[str, Any]) -> Any:
@@ -297,7 +304,7 @@ def test_two_callers_at_once(own_dtype):
 
 def test_an_engine_that_the_level_lacks(cpu_backend):
     arguments = inputs.delta_rule_arguments((64,), 1, 1, 64, 64, dtype=torch.bfloat16)
-    bf16_engines = [engine for _, engine in ENGINES if engine != "portable"]
+    bf16_engines = [engine for _, engine in ENGINES if engine not in FP32_ENGINES]
     if not bf16_engines:
         pytest.skip("no engine of bf16 here")
     out = torch.full((1, 64, 1, 64), 7.0, dtype=torch.bfloat16)
@@ -317,11 +324,55 @@ def test_an_unknown_engine(cpu_backend):
 
 
 def test_other_dtypes_are_never_rounded_to_bfloat16(engine):
+    if engine == "openblas":
+        pytest.skip("multiplies them itself")
     arguments = inputs.delta_rule_arguments((130,), 1, 2, 64, 64, dtype=torch.float32)
     o, state = run(arguments)
     with gdn_cpu.gemm_engine("portable"):
         portable_o, portable_state = run(arguments)
     assert same_bits(o, portable_o) and same_bits(state, portable_state)
+
+
+# --- OpenBLAS ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(cpu_backend: None) -> ctypes.CDLL:
+    """Return the library, as others in the process see it."""
+    if "openblas" not in gdn_cpu.gemm_engines():
+        pytest.skip("scipy-openblas32 is not installed")
+    return ctypes.CDLL(str(_openblas.path()))
+
+
+def test_openblas_gets_its_threads_back(library):
+    calls = [inputs.delta_rule_arguments((200, 70), 1, 2, 64, 80, dtype=torch.float32, seed=i) for i in range(2)]
+    torch.set_num_threads(2)
+    with selected("baseline", "openblas"):
+        results = [run(arguments) for arguments in calls]
+        for threads in (1, 3):
+            library.scipy_openblas_set_num_threads(threads)
+            with ThreadPoolExecutor(2) as pool:
+                again = list(pool.map(run, calls * 10))
+            assert library.scipy_openblas_get_num_threads() == threads
+            for n, result in enumerate(again):
+                assert all(same_bits(x, y) for x, y in zip(result, results[n % 2], strict=True))
+
+
+def test_an_openblas_that_is_not_there(cpu_backend, monkeypatch, tmp_path):
+    monkeypatch.setattr(_openblas, "path", lambda: None)
+    with pytest.raises(ImportError, match="scipy-openblas32 is not installed"), gdn_cpu.gemm_engine("openblas"):
+        pass
+    (tmp_path / "scipy_openblas32").mkdir()
+    (tmp_path / "scipy_openblas32" / "__init__.py").touch()
+    program = "import gdn_core; print([b.reason for b in gdn_core.backends() if b.name == 'cpu'])"
+    environment = {**os.environ, "GDN_CPU_GEMM": "openblas", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "GDN_CPU_GEMM=openblas: the package scipy-openblas32 is not installed" in done.stdout
+    (tmp_path / "scipy_openblas32" / "lib").mkdir()
+    (tmp_path / "scipy_openblas32" / "lib" / "libscipy_openblas.so").write_text("no library")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "GDN_CPU_GEMM=openblas: " in done.stdout and "libscipy_openblas.so" in done.stdout
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

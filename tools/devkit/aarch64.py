@@ -40,7 +40,7 @@ LIBRARIES = (
     ),
 )
 # The same versions as in .venv.
-PINNED = ("pytest", "pytest-xdist", "hypothesis", "rich", "nanobind-backend")
+PINNED = ("pytest", "pytest-xdist", "hypothesis", "rich", "nanobind-backend", "scipy-openblas32")
 GLIBC_TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 
 

@@ -12,6 +12,7 @@
 #include "dispatch/levels.h"
 #include "ops.h"
 #include "runtime/chunk_plan.h"
+#include "runtime/openblas.h"
 #include "runtime/openmp.h"
 #include "runtime/recurrence_plan.h"
 
@@ -31,12 +32,6 @@ std::vector<LevelRow> list_levels() {
 
 void set_level(const std::string& name) {
   if (!gdn::cpu::set_level(name)) gdn::raise_value("level: no level of this architecture is called '" + name + "'");
-}
-
-std::vector<std::string> chunk_engines() {
-  std::vector<std::string> names;
-  for (const gdn::cpu::ChunkKernel* kernel : gdn::cpu::active_level().chunk_kernels) names.emplace_back(kernel->engine);
-  return names;
 }
 
 std::string chunk_engine(bool is_bfloat16) {
@@ -81,12 +76,15 @@ NB_MODULE(_C, m) {
         "(name, level whose kernels it runs, why it cannot run here or '') of each level, lowest first.");
   m.def("active_level", [] { return std::string(gdn::cpu::active_level().name); });
   m.def("set_level", &set_level, "name"_a, "Cap the level; an empty name restores the cap of GDN_CPU_ISA.");
-  m.def("chunk_engines", &chunk_engines,
+  m.def("chunk_engines", &gdn::cpu::chunk_engines,
         "The engines of the chunked rule at the level in use, the preferred one first.");
   m.def("chunk_engine", &chunk_engine, "is_bfloat16"_a,
         "The engine that multiplies in the chunked rule for activations of bf16, or others; '' where none can.");
-  m.def("set_gemm", &set_gemm, "name"_a, "Force that engine for bf16; an empty name restores GDN_CPU_GEMM.");
+  m.def("set_gemm", &set_gemm, "name"_a, "Force that engine; an empty name restores GDN_CPU_GEMM.");
   m.def("forced_gemm", &gdn::cpu::forced_gemm, "The forced engine, or ''.");
+  m.def("load_openblas", &gdn::cpu::load_openblas, "path"_a,
+        "Open that library for the engine 'openblas'; '' or what went wrong.");
+  m.def("openblas_config", &gdn::cpu::openblas_config, "What OpenBLAS says of itself, or ''.");
   m.def("chunk_plan", &chunk_plan, "lengths"_a, "num_key_heads"_a, "num_value_heads"_a, "key_dim"_a, "value_dim"_a,
         "threads"_a, "Estimated work of each thread, and (sequence, heads, columns, tokens) of each chain of chunks.");
   m.def("environment_error", &gdn::cpu::environment_error, "What is wrong with GDN_CPU_ISA or GDN_CPU_GEMM, or ''.");

@@ -1,14 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dispatch/levels.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 
 #include "dispatch/cpu_features.h"
+#include "runtime/openblas.h"
 
 namespace gdn::cpu {
 namespace {
+
+using ChunkKernels = std::vector<const ChunkKernel*>;
+
+ChunkKernels fp32_kernels(const KernelTable& table) { return {table.chunk, table.blas_chunk}; }
+
+constexpr const char* kOpenBlas = "openblas";
+
+bool is_there(const ChunkKernel& kernel) {
+  if (!kernel.calls_blas) return true;
+  return kernel.multiplies_bf16 ? openblas().sbgemm != nullptr : openblas().sgemm != nullptr;
+}
 
 #if defined(__x86_64__)
 
@@ -16,26 +29,27 @@ std::vector<Level> list_levels() {
   const CpuFeatures& cpu = cpu_features();
   const auto reason = [](bool supported, const char* needs) { return supported ? std::string() : std::string(needs); };
   std::vector<Level> all;
-  all.push_back({"baseline", "", &baseline::kTable, {baseline::kTable.chunk}});
+  all.push_back({"baseline", "", &baseline::kTable, fp32_kernels(baseline::kTable)});
 #if defined(GDN_HAVE_X86_V3)
-  all.push_back(
-      {"x86_v3", reason(cpu.x86_v3, "needs AVX2, FMA, F16C and BMI2"), &x86_v3::kTable, {x86_v3::kTable.chunk}});
+  all.push_back({"x86_v3", reason(cpu.x86_v3, "needs AVX2, FMA, F16C and BMI2"), &x86_v3::kTable,
+                 fp32_kernels(x86_v3::kTable)});
 #endif
 #if defined(GDN_HAVE_X86_V4)
-  all.push_back(
-      {"x86_v4", reason(cpu.x86_v4, "needs AVX-512 F, BW, DQ, VL and CD"), &x86_v4::kTable, {x86_v4::kTable.chunk}});
+  all.push_back({"x86_v4", reason(cpu.x86_v4, "needs AVX-512 F, BW, DQ, VL and CD"), &x86_v4::kTable,
+                 fp32_kernels(x86_v4::kTable)});
 #endif
 #if defined(GDN_HAVE_X86_V4_BF16)
   all.push_back({"x86_v4_bf16",
                  reason(cpu.x86_v4_bf16, "needs AVX512-BF16 and VNNI"),
                  &x86_v4::kTable,
-                 {&x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk}});
+                 {&x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk, x86_v4::kTable.blas_chunk}});
 #endif
 #if defined(GDN_HAVE_X86_AMX)
   all.push_back({"x86_amx",
                  cpu.x86_amx ? amx_permission_error() : "needs AMX-TILE and AMX-BF16",
                  &x86_v4::kTable,
-                 {&x86_amx::kChunkOfBFloat16, &x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk}});
+                 {&x86_amx::kChunkOfBFloat16, &x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk,
+                  x86_v4::kTable.blas_chunk}});
 #endif
   return all;
 }
@@ -44,19 +58,20 @@ std::vector<Level> list_levels() {
 
 std::vector<Level> list_levels() {
   std::vector<Level> all;
-  all.push_back({"baseline", "", &baseline::kTable, {baseline::kTable.chunk}});
+  all.push_back({"baseline", "", &baseline::kTable, fp32_kernels(baseline::kTable)});
 #if defined(GDN_HAVE_ARM_BF16)
   all.push_back({"arm_bf16",
                  cpu_features().arm_bf16 ? "" : "needs BF16, ASIMDDP and ASIMDHP",
                  &baseline::kTable,
-                 {&arm_bf16::kChunkOfBFloat16, baseline::kTable.chunk}});
+                 {&arm_bf16::kChunkOfBFloat16, baseline::kTable.chunk, &arm_bf16::kBlasOfBFloat16,
+                  baseline::kTable.blas_chunk}});
 #endif
   return all;
 }
 
 #else
 
-std::vector<Level> list_levels() { return {{"baseline", "", &baseline::kTable, {baseline::kTable.chunk}}}; }
+std::vector<Level> list_levels() { return {{"baseline", "", &baseline::kTable, fp32_kernels(baseline::kTable)}}; }
 
 #endif
 
@@ -149,6 +164,15 @@ std::atomic<const char*>& forced() {
   return engine;
 }
 
+// Each name once, whether or not its library is there.
+std::vector<std::string> engines_of(const Level& level) {
+  std::vector<std::string> names;
+  for (const ChunkKernel* kernel : level.chunk_kernels) {
+    if (std::find(names.begin(), names.end(), kernel->engine) == names.end()) names.emplace_back(kernel->engine);
+  }
+  return names;
+}
+
 std::string level_error() {
   const std::string cap = environment_cap();
   if (cap.empty() || find(cap) >= 0) return "";
@@ -162,8 +186,10 @@ std::string gemm_error() {
   const Level& level = levels()[static_cast<std::size_t>(default_level())];
   if (name.empty() || engine_of(level, name) != nullptr) return "";
   std::string text = "GDN_CPU_GEMM: expected one of the engines of level " + std::string(level.name) + " (";
-  for (const ChunkKernel* kernel : level.chunk_kernels) {
-    text += std::string(kernel == level.chunk_kernels.front() ? "" : ", ") + kernel->engine;
+  const char* separator = "";
+  for (const std::string& engine : engines_of(level)) {
+    text += separator + engine;
+    separator = ", ";
   }
   return text + "), got '" + name + "'";
 }
@@ -171,12 +197,20 @@ std::string gemm_error() {
 }  // namespace
 
 const ChunkKernel* chunk_kernel(bool is_bfloat16) {
-  const char* engine = is_bfloat16 ? forced().load(std::memory_order_relaxed) : nullptr;
+  const char* engine = forced().load(std::memory_order_relaxed);
+  const ChunkKernel* first = nullptr;
   for (const ChunkKernel* kernel : active_level().chunk_kernels) {
-    if (kernel->multiplies_bf16 && !is_bfloat16) continue;
-    if (engine == nullptr || std::strcmp(engine, kernel->engine) == 0) return kernel;
+    if (!is_there(*kernel) || (kernel->multiplies_bf16 && !is_bfloat16)) continue;
+    if (first == nullptr) first = kernel;
+    if (engine != nullptr && std::strcmp(engine, kernel->engine) == 0) return kernel;
   }
-  return nullptr;
+  return engine == nullptr || !is_bfloat16 ? first : nullptr;
+}
+
+std::vector<std::string> chunk_engines() {
+  std::vector<std::string> names = engines_of(active_level());
+  if (openblas().sgemm == nullptr) names.erase(std::remove(names.begin(), names.end(), kOpenBlas), names.end());
+  return names;
 }
 
 bool set_gemm(const std::string& name) {

@@ -30,9 +30,13 @@ const Level& active_level();
 // Returns false for a name that no level of this architecture has.
 bool set_level(const std::string& name);
 
-// The kernel of the level in use for bf16 activations (others are never rounded to bf16, and take the first that
-// multiplies in fp32), or the one that GDN_CPU_GEMM or set_gemm forces. Null: the level in use has no such engine.
+// The kernel of the level in use for bf16 activations or others, which are never rounded to bf16: the one that
+// GDN_CPU_GEMM or set_gemm forces, where it takes such activations, or the first that does. Null: the level in use has
+// no such engine, or its library is not there.
 const ChunkKernel* chunk_kernel(bool is_bfloat16);
+
+// The engines that can run at the level in use, the preferred one first.
+std::vector<std::string> chunk_engines();
 
 // Force the engine of the chunked rule's products; empty restores what GDN_CPU_GEMM says. Returns false for a name that
 // no level of this architecture has.

@@ -11,6 +11,7 @@ void recurrence(const RecurrenceParams& params, const RecurrenceItem& item, cons
                 RecurrenceScratch& scratch);
 void recurrence_norm(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head);
 extern const ChunkKernel kPortableChunk;
+extern const ChunkKernel kBlasChunk;
 void gating(const GatingParams& params, std::int64_t row_begin, std::int64_t row_end);
 void rms_norm_gated(const RmsNormGatedParams& params, std::int64_t row_begin, std::int64_t row_end);
 void causal_conv1d(const ConvolutionParams& params, const ConvolutionPiece* pieces, std::int64_t num_pieces,

@@ -12,6 +12,7 @@ const KernelTable kTable = {
     .rms_norm_gated = rms_norm_gated,
     .causal_conv1d = causal_conv1d,
     .chunk = &kPortableChunk,
+    .blas_chunk = &kBlasChunk,
 };
 
 }  // namespace gdn::cpu::GDN_ISA

@@ -244,16 +244,28 @@ struct RecurrenceItem {
   bool is_awaited;  // the item before, of the same thread, has asked for this one's state
 };
 
+// Products of OpenBLAS, as its cblas.h declares them: row-major c [m, n] = alpha op(a) op(b) + beta c. Null where the
+// library has none.
+struct Blas {
+  static constexpr int kRowMajor = 101, kAsIs = 111, kTransposed = 112;
+  template <class T>
+  using Gemm = void (*)(int order, int op_a, int op_b, int m, int n, int k, float alpha, const T* a, int row_stride_a,
+                        const T* b, int row_stride_b, float beta, float* c, int row_stride_c);
+  Gemm<float> sgemm = nullptr;
+  Gemm<std::uint16_t> sbgemm = nullptr;  // of bf16
+};
+
 // A share of the chunked rule: chunks of kChunkTokens tokens of one sequence, for some value heads and columns of v.
 struct ChunkTask {
   std::int64_t sequence = 0;
   std::int64_t head_begin = 0, head_end = 0;
-  std::int64_t v_begin = 0, v_end = 0;          // multiples of 16 or V itself
+  std::int64_t v_begin = 0, v_end = 0;          // multiples of the kernel's column_step or V itself
   std::int64_t token_begin = 0, token_end = 0;  // of the sequence; token_begin is a multiple of kChunkTokens
   // Where the state is read from and left in place of the call's own source and destination: fp32, [heads, K, V] in the
   // layout of the state. Null: the call's own.
   const float* carried_in = nullptr;
   float* carried_out = nullptr;
+  const Blas* blas = nullptr;  // for a kernel that calls it
 };
 inline constexpr std::int64_t kChunkTokens = 64;
 
@@ -261,8 +273,10 @@ inline constexpr std::int64_t kChunkTokens = 64;
 // columns of a task, nor on where it begins and ends, as long as that is between chunks.
 struct ChunkKernel {
   const char* engine;
-  bool multiplies_bf16;   // takes bf16 activations only
-  std::int64_t shortest;  // fewer tokens than this are faster token by token
+  bool multiplies_bf16;      // takes bf16 activations only
+  bool calls_blas;           // sgemm, or sbgemm where it multiplies bf16
+  std::int64_t column_step;  // columns are divided at multiples of this
+  std::int64_t shortest;     // fewer tokens than this are faster token by token
   std::int64_t (*workspace_bytes)(std::int64_t key_dim, std::int64_t columns, std::int64_t heads);
   void (*run)(const RecurrenceParams& params, const ChunkTask& task, void* workspace);
 };
@@ -281,6 +295,7 @@ struct KernelTable {
   void (*causal_conv1d)(const ConvolutionParams& params, const ConvolutionPiece* pieces, std::int64_t num_pieces,
                         std::int64_t channel_begin, std::int64_t channel_end);
   const ChunkKernel* chunk;  // for activations of every dtype
+  const ChunkKernel* blas_chunk;
 };
 
 // One getter per compiled level, each in its own namespace of the level's name.
@@ -302,5 +317,10 @@ GDN_DECLARE_CHUNK_LEVEL(x86_v4_bf16)
 GDN_DECLARE_CHUNK_LEVEL(x86_amx)
 GDN_DECLARE_CHUNK_LEVEL(arm_bf16)
 #undef GDN_DECLARE_CHUNK_LEVEL
+
+// OpenBLAS exports products of bf16 for Arm.
+namespace arm_bf16 {
+extern const ChunkKernel kBlasOfBFloat16;
+}
 
 }  // namespace gdn::cpu

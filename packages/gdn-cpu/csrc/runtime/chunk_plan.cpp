@@ -45,8 +45,8 @@ std::vector<Division> divisions(const ChunkWork& work) {
   const std::int64_t most_heads = std::min(work.num_value_heads, std::max<std::int64_t>(1, kStateElements / state));
   std::vector<Division> all;
   for (std::int64_t heads = most_heads; heads > 0; heads /= 2) all.push_back({heads, work.value_dim});
-  for (std::int64_t columns = work.value_dim; columns > kVector;) {
-    columns = (columns / 2 + kVector - 1) / kVector * kVector;
+  for (std::int64_t columns = work.value_dim; columns > work.column_step;) {
+    columns = (columns / 2 + work.column_step - 1) / work.column_step * work.column_step;
     all.push_back({1, columns});
   }
   return all;

@@ -14,6 +14,7 @@ struct ChunkWork {
   std::vector<std::int64_t> lengths;  // of the sequences, in tokens
   std::int64_t num_key_heads = 0, num_value_heads = 0;
   std::int64_t key_dim = 0, value_dim = 0;
+  std::int64_t column_step = 16;  // columns are divided at multiples of this
   int threads = 1;
 };
 

@@ -5,9 +5,11 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "runtime/chunk_plan.h"
+#include "runtime/openblas.h"
 #include "runtime/parallel.h"
 #include "runtime/team.h"
 
@@ -124,6 +126,7 @@ class ChunkedCall {
                    .num_value_heads = params.num_value_heads,
                    .key_dim = params.key_dim,
                    .value_dim = params.value_dim,
+                   .column_step = chunk.column_step,
                    .threads = threads};
     for (const std::int64_t sequence : sequences) work.lengths.push_back(sequence_length(params, sequence));
     plan_ = plan_chunks(work);
@@ -174,7 +177,8 @@ class ChunkedCall {
                    .v_begin = chain.v_begin,
                    .v_end = chain.v_end,
                    .token_begin = turn.token_begin,
-                   .token_end = chunks_end};
+                   .token_end = chunks_end,
+                   .blas = &openblas()};
     if (turn.token_begin > 0) task.carried_in = carried(chain);
     if (chunks_end < chain.length) task.carried_out = carried(chain);
     if (turn.token_begin < chunks_end) run_task(task);
@@ -223,6 +227,8 @@ void run_chunked(const KernelTable& table, const ChunkKernel& chunk, const Recur
   run_recurrence(table, params, shorts, num_threads);
   if (longs.empty() || params.num_value_heads == 0) return;
   ChunkedCall call(table, chunk, params, longs, num_threads);
+  std::optional<SerialOpenBlas> serial;
+  if (chunk.calls_blas) serial.emplace();
   run_team(
       call.useful_threads(num_threads), [](void* context) { static_cast<ChunkedCall*>(context)->run_share(); }, &call);
 }

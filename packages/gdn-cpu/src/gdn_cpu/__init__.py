@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch  # noqa: F401 - first: torch brings the OpenMP runtime that the kernels share
 
-from . import _C
+from . import _C, _openblas
 
 __version__ = _C.version()
 
@@ -72,23 +73,29 @@ def isa_level(name: str) -> Iterator[str]:
 
 
 def gemm_engines() -> list[str]:
-    """List the engines that can multiply bf16 in ``chunk_gated_delta_rule`` at the level in use, preferred first."""
+    """List the engines of ``chunk_gated_delta_rule``'s products that the level in use has, preferred first.
+
+    ``openblas`` is one of them where the package scipy-openblas32 is installed, whose library this loads.
+    """
+    _openblas.load()
     return _C.chunk_engines()
 
 
 @contextmanager
 def gemm_engine(name: str) -> Iterator[str]:
-    """Force the engine that multiplies bf16 in ``chunk_gated_delta_rule`` for a block, in the whole process.
+    """Force the engine of ``chunk_gated_delta_rule``'s products for a block, in the whole process.
 
-    Activations of other dtypes are never rounded to bf16 and keep their engine; so do heads of fewer than 32 keys or
-    values.
+    Activations of other dtypes than bf16, and heads of fewer than 32 keys or values, are never rounded to bf16: where
+    the engine multiplies bf16 only, they keep the one they have.
 
     Args:
-        name: ``portable`` (fp32 products on the level's vectors), ``avx512_bf16``, ``amx`` or ``arm_bf16``. A call at a
-            level that has no such engine raises ValueError.
+        name: ``portable`` (fp32 products on the level's vectors), ``avx512_bf16``, ``amx``, ``arm_bf16``, or
+            ``openblas`` (products of the library in the package scipy-openblas32, in fp32; in bf16 where both the level
+            and the library have such products). A call at a level that has no such engine raises ValueError.
 
     Raises:
         ValueError: no level of this architecture has an engine of that name.
+        ImportError: ``openblas``, and the package is missing or its library cannot be used.
 
     Example:
         >>> import gdn_cpu
@@ -96,6 +103,8 @@ def gemm_engine(name: str) -> Iterator[str]:
         ...     engine
         'portable'
     """
+    if name == _openblas.NAME and (error := _openblas.load()) is not None:
+        raise ImportError(f"gemm_engine('{name}'): {error}")
     before = _C.forced_gemm()
     _C.set_gemm(name)
     try:
@@ -116,10 +125,14 @@ class _Provider:
 
     def __init__(self) -> None:
         self.ops = {name: getattr(_C, name) for name in _NATIVE}
+        is_forced = os.environ.get("GDN_CPU_GEMM") == _openblas.NAME
+        self._openblas_error = _openblas.load() if is_forced else None
 
     def availability(self) -> str | None:
         if _C.environment_error():
             return _C.environment_error()
+        if self._openblas_error is not None:
+            return f"GDN_CPU_GEMM=openblas: {self._openblas_error}"
         if not openmp():
             return "no OpenMP runtime found: torch has none that can be shared, and the system has no libgomp.so.1"
         return None
@@ -131,6 +144,7 @@ class _Provider:
         return {
             "levels": ", ".join(level.name for level in levels() if level.supported),
             "products": f"{_C.chunk_engine(True)} for bf16, {_C.chunk_engine(False)} for fp32 and fp16",
+            "OpenBLAS": _openblas.describe(),
             "OpenMP": openmp(),
             "tensors": "DLPack exchange table" if _C.has_exchange_api() else "__dlpack__",
         }

@@ -11,7 +11,7 @@ namespace gdn::cpu::GDN_ISA {
 namespace {
 
 struct AmxEngine : Avx512Bf16Engine {
-  static constexpr bool kHasTiles = true;
+  static constexpr Sums kSums = Sums::kOfBlocks;
   using Session = TileSession;
 
   template <int kLefts>

@@ -14,7 +14,7 @@ namespace {
 struct ArmBf16Engine {
   using Element = BFloat16;
   static constexpr std::int64_t kStep = 4;
-  static constexpr bool kHasTiles = false;
+  static constexpr Sums kSums = Sums::kInRegisters;
   static constexpr bool kMultipliesSquares = true;
   struct Session {};
 

@@ -15,7 +15,7 @@ struct Avx512Bf16Engine {
     __m512bh v;
   };
   static constexpr std::int64_t kStep = 2;
-  static constexpr bool kHasTiles = false;
+  static constexpr Sums kSums = Sums::kInRegisters;
   static constexpr bool kMultipliesSquares = false;
   struct Session {};
 

@@ -19,9 +19,10 @@
 // Bound by arithmetic: per head and chunk, K = V = 128, 4.0 million multiply-adds, of them 0.25 in the solve. One core
 // of Zen 4, two value heads a key head, 1024 tokens, us a head and chunk (the arithmetic alone: 37 with bf16, 69 in
 // fp32):
-//   avx512_bf16 48, portable 83 on x86_v4 and 88 on x86_v3. In fp32 that is 83 and 78 % of the peak, everything
-//   included. OpenBLAS reaches 81 to 99 % in the products alone (0.3.34, m, n, k of 64 and 128; 70 to 87 % with its
-//   AVX2 kernels): it could not win by a tenth, so there is no engine of it.
+//   avx512_bf16 48, portable 83 on x86_v4 and 89 on x86_v3. In fp32 that is 83 and 78 % of the peak, everything
+//   included. With the products of OpenBLAS 0.3.34, in turn with those: 90 on x86_v4; 118 on x86_v3 with its kernels for
+//   Haswell; and 398 against 335 on baseline with those for Nehalem. It wins nowhere, and so runs only where it is asked
+//   for.
 #pragma once
 
 #include "state.h"
@@ -105,7 +106,8 @@ struct ChunkCall {
   // Steps of the state's update; u of tokens after the segment's last block counts as zero.
   template <int kVectors>
   std::int64_t update_steps(const Segment& segment, typename Engine::Element* u) const {
-    if constexpr (Engine::kHasTiles) {
+    if constexpr (Engine::kSums == Sums::kOfChunks) return round_up(segment.end, kRowBlock);
+    if constexpr (Engine::kSums == Sums::kOfBlocks) {
       const std::int64_t end = round_up(segment.end, kRowBlock), tokens = round_up(segment.end, 2 * kRowBlock);
       clear_rows(u + end * kVectors * kLanes, (tokens - end) * kVectors * kLanes);
       return tokens / Engine::kStep;
@@ -171,6 +173,7 @@ struct ChunkCall {
           .segment = segment,
           .next = next,
           .keys = keys,
+          .chunk_rows = round_up(count, kRowBlock),
           .v_index = element_index(params.v, row.batch, token, head) + task.v_begin + column,
           .out_index = element_index(params.out, row.batch, token, head) + task.v_begin + column,
           .columns = columns - column,
@@ -185,7 +188,8 @@ struct ChunkCall {
                                   .k_steps = k,
                                   .u = panel_task.u_decayed,
                                   .steps = update_steps<kVectors>(segment, panel_task.u_decayed),
-                                  .sums = work.chunk.sums};
+                                  .sums = work.chunk.sums,
+                                  .blas = work.key.blas};
       update_panel<Engine, kVectors>(update, panel);
     });
     has_state = true;
@@ -232,6 +236,7 @@ void run_chunks(const RecurrenceParams& params, const ChunkTask& task, void* wor
                          .keys = padded_keys<Engine>(params.key_dim),
                          .columns = columns};
   arrange(call.work, workspace, params.key_dim, columns, task.head_end - task.head_begin);
+  call.work.key.blas = task.blas;
   [[maybe_unused]] const typename Engine::Session session;
   call.run();
 }

@@ -153,7 +153,8 @@ void mix_tokens(const Segment& segment, const KeyOperands<Engine>& key, const Ch
       mixed.store_tokens(j, decay, [&](Vec x) { return keep_tokens(x, token, begin, end); });
     }
     const std::int64_t block_end = diagonal + kRowBlock;
-    if constexpr (Engine::kHasTiles) clear_rows(chunk.attention + i * kTokens + block_end, block_end % (2 * kRowBlock));
+    if constexpr (Engine::kSums == Sums::kOfBlocks)
+      clear_rows(chunk.attention + i * kTokens + block_end, block_end % (2 * kRowBlock));
   }
 }
 

@@ -12,7 +12,7 @@ struct Fp32Engine {
   using Element = float;
   using Packed = Vec;
   static constexpr std::int64_t kStep = 1;
-  static constexpr bool kHasTiles = false;
+  static constexpr Sums kSums = Sums::kInRegisters;
   static constexpr bool kMultipliesSquares = false;
   struct Session {};  // what a thread has to set up
 

@@ -127,6 +127,36 @@ void multiply_lower(const typename Engine::Element* left, const typename Engine:
   }
 }
 
+// k k^T and q k^T of whole blocks of rows, up to the diagonal blocks.
+template <class Engine>
+void multiply_keys(const KeyOperands<Engine>& key, std::int64_t rows, std::int64_t padded) {
+  for (std::int64_t block = 0; block < rows; block += kRowBlock) {
+    if constexpr (Engine::kSums == Sums::kOfBlocks) {
+      const typename Engine::Element* const left[] = {key.k + block * padded, key.q + block * padded};
+      const SumBlock sums[] = {{key.kk + block * kTokens, kTokens}, {key.qk + block * kTokens, kTokens}};
+      Engine::template multiply_blocks<2>(left, padded, key.k_columns, kPanelColumns * 2, padded / 2,
+                                          block / kRowBlock + 1, sums);
+    } else {
+      multiply_lower<Engine>(key.k, key.k_columns, block, padded, key.kk);
+      multiply_lower<Engine>(key.q, key.k_columns, block, padded, key.qk);
+    }
+  }
+}
+
+// The same by a library, for which blocks are small: two calls each leave out a quarter.
+template <class Engine>
+void multiply_keys_at_once(const KeyOperands<Engine>& key, std::int64_t rows, std::int64_t padded) {
+  for (std::int64_t first = 0; first < rows; first += kTokens / 2) {
+    const std::int64_t end = min_of(first + kTokens / 2, rows);
+    const auto multiply = [&](const typename Engine::Element* left, float* product) {
+      Engine::multiply(*key.blas, Blas::kAsIs, left + first * padded, padded, Blas::kTransposed, key.k, padded,
+                       end - first, end, padded, false, product + first * kTokens, kTokens);
+    };
+    multiply(key.k, key.kk);
+    multiply(key.q, key.qk);
+  }
+}
+
 template <class Engine>
 void load_key_operands(const RecurrenceParams& p, const TokenRow& row, std::int64_t key_head, std::int64_t first,
                        std::int64_t count, const KeyOperands<Engine>& key) {
@@ -143,18 +173,12 @@ void load_key_operands(const RecurrenceParams& p, const TokenRow& row, std::int6
       store(key.k_factor + i, set1(1.0f));
     }
   }
-  pack_columns<Engine>(key.k, rows, padded, key.k_columns);
-  if constexpr (Engine::kStep > 1) Engine::pack_steps(key.k, rows, padded, key.k_steps);
-  for (std::int64_t block = 0; block < rows; block += kRowBlock) {
-    if constexpr (Engine::kHasTiles) {
-      const typename Engine::Element* const left[] = {key.k + block * padded, key.q + block * padded};
-      const SumBlock sums[] = {{key.kk + block * kTokens, kTokens}, {key.qk + block * kTokens, kTokens}};
-      Engine::template multiply_blocks<2>(left, padded, key.k_columns, kPanelColumns * 2, padded / 2,
-                                          block / kRowBlock + 1, sums);
-      continue;
-    }
-    multiply_lower<Engine>(key.k, key.k_columns, block, padded, key.kk);
-    multiply_lower<Engine>(key.q, key.k_columns, block, padded, key.qk);
+  if constexpr (Engine::kSums == Sums::kOfChunks) {
+    multiply_keys_at_once(key, rows, padded);
+  } else {
+    pack_columns<Engine>(key.k, rows, padded, key.k_columns);
+    if constexpr (Engine::kStep > 1) Engine::pack_steps(key.k, rows, padded, key.k_steps);
+    multiply_keys(key, rows, padded);
   }
 }
 

@@ -33,6 +33,7 @@ struct PanelTask {
   const Segment& segment;
   const NextRows& next;
   std::int64_t keys;       // padded
+  std::int64_t chunk_rows;  // whole blocks
   std::int64_t v_index;    // of the panel's first column in the chunk's first token
   std::int64_t out_index;  // the same
   std::int64_t columns;    // of v
@@ -52,14 +53,30 @@ GDN_INLINE void load_sums(const float* sums, std::int64_t row, Vec (&x)[kRows][k
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) x[r][j] = load(sums + ((row % kRowBlock + r) * kVectors + j) * kLanes);
+    for (int j = 0; j < kVectors; ++j) x[r][j] = load(sums + ((row + r) * kVectors + j) * kLanes);
   }
 }
 
-// k M and q M of a block of rows, where the engine multiplies blocks: sums[0] and sums[1].
+// k M and q M of all rows of the chunk, where the engine multiplies chunks: sums[0] and sums[1].
+template <class Engine, int kVectors>
+GDN_INLINE void multiply_state_chunk(const PanelTask<Engine>& task) {
+  if constexpr (Engine::kSums == Sums::kOfChunks) {
+    if (task.state == nullptr) return;
+    constexpr std::int64_t width = kVectors * kLanes;
+    float* sums = task.chunk.sums;
+    const typename Engine::Element* const left[] = {task.key.k, task.key.q};
+    for (const typename Engine::Element* rows : left) {
+      Engine::multiply(*task.key.blas, Blas::kAsIs, rows, task.keys, Blas::kAsIs, task.state, width, task.chunk_rows,
+                       width, task.keys, false, sums, width);
+      sums += kTokens * width;
+    }
+  }
+}
+
+// The same of a block of rows, where the engine multiplies blocks.
 template <class Engine, int kVectors>
 GDN_INLINE void multiply_state_block(const PanelTask<Engine>& task, std::int64_t block) {
-  if constexpr (Engine::kHasTiles) {
+  if constexpr (Engine::kSums == Sums::kOfBlocks) {
     if (task.state == nullptr) return;
     constexpr std::int64_t width = kVectors * kLanes;
     const typename Engine::Element* const left[] = {task.key.k + block * task.keys, task.key.q + block * task.keys};
@@ -68,12 +85,17 @@ GDN_INLINE void multiply_state_block(const PanelTask<Engine>& task, std::int64_t
   }
 }
 
-// attention u of a block of rows, over sums[0]. Products are of 32 tokens: those after the block count as zero, and the
-// next block writes its own there.
+// attention u of a block of rows, over its sums[0]. Products of tiles are of 32 tokens: those after the block count as
+// zero, and the next block writes its own there.
 template <class Engine, int kVectors>
 GDN_INLINE void multiply_attention_block(const PanelTask<Engine>& task, std::int64_t block) {
-  if constexpr (Engine::kHasTiles) {
-    constexpr std::int64_t width = kVectors * kLanes;
+  constexpr std::int64_t width = kVectors * kLanes;
+  if constexpr (Engine::kSums == Sums::kOfChunks) {
+    Engine::multiply(*task.key.blas, Blas::kAsIs, task.chunk.attention + block * kTokens, kTokens, Blas::kAsIs,
+                     task.u_packed, width, kRowBlock, width, block + kRowBlock, false, task.chunk.sums + block * width,
+                     width);
+  }
+  if constexpr (Engine::kSums == Sums::kOfBlocks) {
     const std::int64_t tokens = round_up(block + kRowBlock, 2 * kRowBlock);
     clear_rows(task.u_packed + (block + kRowBlock) * width, (tokens - block - kRowBlock) * width);
     const typename Engine::Element* const left[] = {task.chunk.attention + block * kTokens};
@@ -87,11 +109,13 @@ GDN_INLINE void multiply_state(const PanelTask<Engine>& task, const typename Eng
                                Vec (&x)[kRows][kVectors]) {
   clear(x);
   if (task.state == nullptr) return;
-  if constexpr (Engine::kHasTiles) {
-    return load_sums(task.chunk.sums + (rows == task.key.q ? kRowBlock * kVectors * kLanes : 0), row, x);
+  if constexpr (Engine::kSums != Sums::kInRegisters) {
+    constexpr std::int64_t sum_rows = kRowsOfSums<Engine>;
+    load_sums(task.chunk.sums + (rows == task.key.q ? sum_rows * kVectors * kLanes : 0), row % sum_rows, x);
+  } else {
+    accumulate<Engine>(x, Left<Engine>{rows + row * task.keys, task.keys, Engine::kStep},
+                       Right<Engine>{task.state, kVectors * kLanes * Engine::kStep}, task.keys / Engine::kStep);
   }
-  accumulate<Engine>(x, Left<Engine>{rows + row * task.keys, task.keys, Engine::kStep},
-                     Right<Engine>{task.state, kVectors * kLanes * Engine::kStep}, task.keys / Engine::kStep);
 }
 
 template <int kRows, int kVectors>
@@ -199,9 +223,9 @@ GDN_INLINE void output_tile(const PanelTask<Engine>& task, std::int64_t row, std
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) x[r][j] = mul(factor, x[r][j]);
   }
-  if constexpr (Engine::kHasTiles) {
+  if constexpr (Engine::kSums != Sums::kInRegisters) {
     Vec attended[kRows][kVectors];
-    load_sums(task.chunk.sums, row, attended);
+    load_sums(task.chunk.sums, row % kRowsOfSums<Engine>, attended);
     for (int r = 0; r < kRows; ++r) {
       for (int j = 0; j < kVectors; ++j) x[r][j] = add(x[r][j], attended[r][j]);
     }
@@ -249,10 +273,12 @@ template <class Engine, int kVectors>
 void run_rows(const PanelTask<Engine>& task) {
   constexpr int kRows = kTileRows<kVectors>;
   const Segment& segment = task.segment;
+  multiply_state_chunk<Engine, kVectors>(task);
   for (std::int64_t block = segment.begin / kRowBlock * kRowBlock; block < segment.end; block += kRowBlock) {
     Vec check = zero();
     // A product of a block reads all its rows of u.
-    const std::int64_t block_end = Engine::kHasTiles ? block + kRowBlock : min_of(block + kRowBlock, segment.end);
+    const bool needs_all = Engine::kSums != Sums::kInRegisters;
+    const std::int64_t block_end = needs_all ? block + kRowBlock : min_of(block + kRowBlock, segment.end);
     multiply_state_block<Engine, kVectors>(task, block);
     for (std::int64_t row = block; row < block_end; row += kRows) {
       delta_tile<Engine, kRows, kVectors>(task, row, check);

@@ -28,6 +28,7 @@ struct Update {
   const typename Engine::Element* u;
   std::int64_t steps;
   float* sums;
+  const Blas* blas;
 };
 
 // Rows of one panel, from their products x.
@@ -51,11 +52,29 @@ GDN_INLINE void update_rows(const Update<Engine>& update, HeadState<Engine> pane
   }
 }
 
+// The whole panel by a library.
+template <class Engine, int kVectors>
+void update_panel_at_once(const Update<Engine>& update, HeadState<Engine> panel) {
+  constexpr std::int64_t width = kVectors * kLanes;
+  if (update.has_state) {
+    for (std::int64_t i = 0; i < update.keys * width; i += kLanes) {
+      store(panel.values + i, mul(set1(update.decay), load(panel.values + i)));
+    }
+  }
+  Engine::multiply(*update.blas, Blas::kTransposed, update.k_steps, update.keys, Blas::kAsIs, update.u, width,
+                   update.keys, width, update.steps, update.has_state, panel.values, width);
+  if constexpr (!kIsFloat<typename Engine::Element>) {
+    for (std::int64_t i = 0; i < update.keys * width; i += kLanes) store(panel.packed + i, load(panel.values + i));
+  }
+}
+
 template <class Engine, int kVectors>
 void update_panel(const Update<Engine>& update, HeadState<Engine> panel) {
   constexpr int kRows = kTileRows<kVectors>;
   constexpr std::int64_t width = kVectors * kLanes;
-  if constexpr (Engine::kHasTiles) {
+  if constexpr (Engine::kSums == Sums::kOfChunks) {
+    update_panel_at_once<Engine, kVectors>(update, panel);
+  } else if constexpr (Engine::kSums == Sums::kOfBlocks) {
     for (std::int64_t block = 0; block < update.keys; block += 2 * kRowBlock) {
       const auto* first = update.k_steps + block * kTokens;
       const typename Engine::Element* const left[] = {first, first + kRowBlock * kTokens};
@@ -63,18 +82,18 @@ void update_panel(const Update<Engine>& update, HeadState<Engine> panel) {
       Engine::template multiply_blocks<2>(left, kTokens, update.u, width * 2, update.steps, kVectors, sums);
       for (std::int64_t row = 0; row < 2 * kRowBlock; row += kRows) {
         Vec x[kRows][kVectors];
-        load_sums(update.sums + row / kRowBlock * kRowBlock * width, row, x);
+        load_sums(update.sums, row, x);
         update_rows(update, panel, block + row, x);
       }
     }
-    return;
-  }
-  const Left<Engine> k{update.k_steps, Engine::kStep, update.keys * Engine::kStep};
-  for (std::int64_t row = 0; row < update.keys; row += kRows) {
-    Vec x[kRows][kVectors];
-    clear(x);
-    accumulate<Engine>(x, rows_from(k, row), Right<Engine>{update.u, width * Engine::kStep}, update.steps);
-    update_rows(update, panel, row, x);
+  } else {
+    const Left<Engine> k{update.k_steps, Engine::kStep, update.keys * Engine::kStep};
+    for (std::int64_t row = 0; row < update.keys; row += kRows) {
+      Vec x[kRows][kVectors];
+      clear(x);
+      accumulate<Engine>(x, rows_from(k, row), Right<Engine>{update.u, width * Engine::kStep}, update.steps);
+      update_rows(update, panel, row, x);
+    }
   }
 }
 

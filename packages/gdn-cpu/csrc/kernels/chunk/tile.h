@@ -51,6 +51,10 @@ constexpr int kTileRows = kRegisters >= 32 ? (kVectors == 1   ? 16
                                            : (kVectors == 1 ? 8 : 4);
 constexpr std::int64_t kRowBlock = 16;  // of every kTileRows a multiple
 
+// Where the sums of an engine's products are: in registers, a tile at a time; or in memory, of blocks of kRowBlock rows
+// or of all rows of a chunk.
+enum class Sums { kInRegisters, kOfBlocks, kOfChunks };
+
 // Where an engine that multiplies blocks of kRowBlock rows leaves the sums: rows `stride` floats apart.
 struct SumBlock {
   float* data;

@@ -50,6 +50,7 @@ struct KeyOperands {
   float* qk;           // [kTokens, kTokens], the same and the diagonal
   float* q_factor;     // [kTokens]: inverse norms, or 1
   float* k_factor;
+  const Blas* blas;  // what an engine calls that has its products from a library
 };
 
 // What one value head needs of a chunk.
@@ -62,7 +63,7 @@ struct ChunkOperands {
   Element* u_packed;          // the same, a right operand
   Element* u_decayed;         // exp(G_last - G_j) u_j, a right operand
   Element* u_block;           // a copy of kRowBlock rows of a panel
-  float* sums;                // products of blocks of rows, where the engine multiplies them so: [2, kRowBlock, panel]
+  float* sums;                // of products, where the engine leaves them in memory: [2, rows, panel]
   Element* k_steps;           // those of a part of the chunk
   float *log_decay, *beta;    // [kTokens]: g, beta
   float *sum_high, *sum_low;  // [kTokens]: G, the sum of g, in two parts
@@ -83,6 +84,10 @@ template <class Engine>
 constexpr std::int64_t padded_keys(std::int64_t key_dim) {
   return (key_dim + 16 * Engine::kStep - 1) / (16 * Engine::kStep) * (16 * Engine::kStep);
 }
+
+// Rows whose sums are in memory at a time.
+template <class Engine>
+constexpr std::int64_t kRowsOfSums = Engine::kSums == Sums::kOfChunks ? kTokens : kRowBlock;
 
 constexpr std::int64_t padded_columns(std::int64_t columns) { return (columns + kLanes - 1) / kLanes * kLanes; }
 
@@ -109,7 +114,7 @@ std::int64_t arrange(Workspace<Engine>& w, void* memory, std::int64_t key_dim, s
   chunk.u = arena.take<float>(kTokens * width);
   chunk.u_decayed = arena.take<Element>(kTokens * width);
   chunk.u_block = arena.take<Element>(kRowBlock * kPanelColumns);
-  chunk.sums = Engine::kHasTiles ? arena.take<float>(2 * kRowBlock * kPanelColumns) : nullptr;
+  chunk.sums = Engine::kSums != Sums::kInRegisters ? arena.take<float>(2 * kRowsOfSums<Engine> * kPanelColumns) : nullptr;
   chunk.k_steps = arena.take<Element>(kTokens * rows);
   chunk.log_decay = arena.take<float>(kTokens);
   chunk.beta = arena.take<float>(kTokens);

@@ -9,6 +9,8 @@ namespace gdn::cpu::GDN_ISA {
 const ChunkKernel kChunkOfBFloat16 = {
     .engine = "avx512_bf16",
     .multiplies_bf16 = true,
+    .calls_blas = false,
+    .column_step = 16,
     .shortest = 8,
     .workspace_bytes = chunk_workspace<Avx512Bf16Engine>,
     .run = run_chunks<Avx512Bf16Engine>,
