@@ -130,6 +130,7 @@ LOOP = "void clear(int* x) {\n#pragma omp parallel for\nfor (int i = 0; i < 8; +
 ADD = "typedef float V __attribute__((vector_size(64)));\nvoid add(V* x, const V* y) { *x += *y; }"
 
 
+@pytest.mark.report("E01", "E07", "D08")
 @pytest.mark.parametrize(
     ("source", "options", "problem"),
     [
@@ -228,6 +229,7 @@ def test_extras_that_do_not_pin_the_same_version(core_wheel: Path, tmp_path: Pat
     assert f"unexpected requirement {wrong.rstrip(';')}" in seen
 
 
+@pytest.mark.report("E06")
 def test_a_tag_that_promises_too_much(cpu_wheel: Path, tmp_path: Path):
     """Its symbols are newer than what glibc 2.5, or 2.17 on Arm, has."""
     oldest = {"x86_64": "manylinux_2_5", "aarch64": "manylinux_2_17"}[platform.machine()]
@@ -252,6 +254,7 @@ def test_a_module_for_another_processor(small_wheel: Path, tmp_path: Path):
     assert "and the tag says" in found(write(tmp_path / name, read(small_wheel)))
 
 
+@pytest.mark.report("E01")
 def test_a_symbol_outside_of_the_stable_ABI(small_wheel: Path, tmp_path: Path):
     contents = read(small_wheel)
     source = 'extern "C" void* PyUnicode_New(long, unsigned);\nvoid* f() { return PyUnicode_New(1, 127); }'
