@@ -28,8 +28,10 @@ set(GDN_EXPORTS "${CMAKE_CURRENT_LIST_DIR}/exports.map")
 function(gdn_add_python_module package)
   # The root build has a module of this name in each package.
   set(target ${package}_C)
+  # Not stripped: its symbols say of each instruction which level it belongs to (tools/check_isa_leaks.py), and name the
+  # kernels in a profiler.
   nanobind_add_module(${target}
-    BACKEND_MODULE nanobind_backend NB_DOMAIN gdn FREE_THREADED NOMINSIZE NB_SUPPRESS_WARNINGS ${ARGN})
+    BACKEND_MODULE nanobind_backend NB_DOMAIN gdn FREE_THREADED NOMINSIZE NOSTRIP NB_SUPPRESS_WARNINGS ${ARGN})
   set_target_properties(${target} PROPERTIES OUTPUT_NAME _C)
   gdn_target_defaults(${target})
   target_link_libraries(${target} PRIVATE gdn_abi)

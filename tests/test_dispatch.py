@@ -3,6 +3,7 @@
 
 import asyncio
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import logging
@@ -117,6 +118,27 @@ def test_GDN_CPU_ISA_rejects_other_names():
     assert not available
     assert install is None, "pip does not help against a wrong variable"
     assert "GDN_CPU_ISA" in reason and "baseline" in reason and "avx9000" in reason
+
+
+@needs_cpu
+@pytest.mark.parametrize("kept", [10, 64, 5_000, 0.5, 0.999])
+def test_a_backend_whose_module_lacks_its_end_is_not_loaded(tmp_path, kept):
+    """A full disk, or a download that broke off: past its header, the loader would crash on such a file."""
+    module = Path(importlib.util.find_spec("gdn_cpu._C").origin)
+    content = module.read_bytes()
+    copy = tmp_path / "gdn_cpu" / module.name
+    copy.parent.mkdir()
+    copy.write_bytes(content[: int(kept * len(content)) if kept < 1 else kept])
+    (copy.parent / "__init__.py").write_text("from . import _C\n")
+    distribution(tmp_path, "gdn-cpu", VERSION, {"cpu": "gdn_cpu:provider"})
+    (info,) = tmp_path.glob("*.dist-info")
+    (info / "RECORD").write_text(f"gdn_cpu/__init__.py,,\ngdn_cpu/{module.name},,\n")
+    found = run_python(SHOW_BACKENDS, path=[tmp_path])
+    _, available, _, reason, install = found["rows"]["cpu"]
+    assert not available
+    assert str(copy) in reason
+    assert ("is cut short" in reason) == (kept != 10)
+    assert install == f'pip install --force-reinstall --no-deps "gdn-cpu=={VERSION}"'
 
 
 def test_a_backend_that_does_not_import_is_listed_with_its_error(tmp_path):

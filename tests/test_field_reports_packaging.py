@@ -66,6 +66,32 @@ def test_gdn_core_is_pure_python_for_any_python():
     assert required == ">=3.10", "no upper bound: the next Python installs it too"
 
 
+@pytest.mark.report("E03")
+@pytest.mark.parametrize("python", ["3.10", "3.14"])
+@pytest.mark.parametrize(
+    ("system", "machine", "backends"),
+    [
+        ("Linux", "x86_64", {"gdn-cpu", "gdn-cuda"}),
+        ("Linux", "aarch64", {"gdn-cpu", "gdn-cuda"}),
+        ("Linux", "riscv64", set()),
+        ("Darwin", "arm64", set()),
+        ("Darwin", "x86_64", set()),
+        ("Windows", "AMD64", set()),
+    ],
+)
+def test_the_extras_ask_for_backends_where_wheels_exist_and_else_for_nothing(system, machine, backends, python):
+    packaging = pytest.importorskip("packaging.requirements")
+    where = {"platform_system": system, "platform_machine": machine, "python_version": python}
+    requirements = [packaging.Requirement(text) for text in importlib.metadata.requires("gdn-core")]
+    wanted = {
+        requirement.name
+        for requirement in requirements
+        for extra in ("", "cpu", "cuda")
+        if requirement.marker is None or requirement.marker.evaluate(where | {"extra": extra})
+    }
+    assert wanted == {"torch", "rich"} | backends
+
+
 def imports(path):
     """List the top-level packages that a module imports as it is imported itself."""
     tree = ast.parse(path.read_text())

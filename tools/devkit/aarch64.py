@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Python for 64-bit Arm with torch and the packages as they are in this checkout, on an emulated processor.
 
-Everything is made in build/machines/aarch64, and only what changed is made again. gdn-cpu is cross-compiled to the same
-kind of wheel that a release has. torch is the last version whose Arm wheel on PyPI is a CPU build; it has no
-__dlpack_c_exchange_api__, so that the tests also take the binding's other path.
+Everything is made in build/machines/aarch64, and only what changed is made again. gdn-cpu and gdn-cuda are
+cross-compiled, from their sdists, to the same kind of wheels that a release has. torch is the last version whose Arm
+wheel on PyPI is a CPU build; it has no __dlpack_c_exchange_api__, so that the tests also take the binding's other path.
 """
 
 import json
@@ -14,76 +14,67 @@ from pathlib import Path
 
 from devkit import qemu, sysroot, system
 from devkit.console import ROOT, check, say
-from devkit.environment import PYTHON, WITH_TOOLS, fingerprint, installed_version
+from devkit.environment import NATIVE_PACKAGES, PYTHON, WITH_TOOLS, fingerprint, installed_version
+from devkit.wheels import make_sdist, make_wheel
 
 HOME = ROOT / "build" / "machines" / "aarch64"
 SYSROOT = HOME / "sysroot"
 STAMP = HOME / "installed.json"
+SYSTEM = ("python3", "libpython3-dev", "libstdc++6", "libgomp1")
 TOOLCHAIN = ROOT / "cmake" / "toolchains" / "aarch64-linux-gnu.cmake"
 # Vectors of 128 bits, as in Neoverse N2 and V2: OpenBLAS takes every processor with SVE and BF16 for one of these.
 CPU = "max,sve-max-vq=1"
 
 TORCH = "torch==2.9.1"
-# Dependencies by name: pip would judge their conditions by this machine, not by the target.
-LIBRARIES = (
-    *("numpy", "filelock", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec"),
-    *(
-        "pluggy",
-        "iniconfig",
-        "packaging",
-        "pygments",
-        "execnet",
-        "sortedcontainers",
-        "attrs",
-        "markdown-it-py",
-        "mdurl",
-    ),
-)
-# The same versions as in .venv.
-PINNED = ("pytest", "pytest-xdist", "hypothesis", "rich", "nanobind-backend", "scipy-openblas32")
-GLIBC_TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
+# torch's dependencies by name: pip would judge their conditions by this machine, not by the target.
+LIBRARIES = ("numpy", "filelock", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec")
+# For the engine of the chunked rule that calls it.
+OPENBLAS = "scipy-openblas32"
+
+
+def wheels(device_code: Path | None = None) -> list[Path]:
+    """Return wheels of the native packages for Arm; `device_code` is a build of gdn-cuda that has it compiled."""
+    system.need({"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"}, "compiling for Arm")
+    if not SYSROOT.exists():
+        say(f"unpacking Arm libraries and Python into {SYSROOT} (about 30 MB to download)")
+    sysroot.make(SYSROOT, SYSTEM, "arm64")
+    dist = HOME / "dist"
+    made_from = [*map(fingerprint, NATIVE_PACKAGES), str(SYSROOT)]
+    if _stamps().get("wheels") != made_from:
+        shutil.rmtree(dist, ignore_errors=True)
+        for package in NATIVE_PACKAGES:
+            extra = [f"-DGDN_CUDA_DEVICE_CODE={device_code}"] if device_code and package == "gdn-cuda" else []
+            _cross_compile(package, dist, extra)
+        check([PYTHON, "tools/check_isa_leaks.py", HOME / "build" / "gdn-cpu"])
+        _stamp("wheels", made_from)
+    return sorted(dist.glob("*.whl"))
 
 
 def python() -> Path:
     """Return the interpreter, with everything installed."""
-    system.need({"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"}, "compiling for Arm")
     qemu.need("aarch64")
-    sysroot.make(SYSROOT, HOME / "apt")
-    _install_wheels()
-    _install_native()
+    native = wheels()
+    _install_libraries()
+    _install_native(native)
     _install_pure()
     interpreter, _ = sysroot.python(SYSROOT)
     where = {"QEMU_LD_PREFIX": str(SYSROOT), "PYTHONHOME": str(SYSROOT / "usr")}
     return qemu.write_python(HOME, "aarch64", CPU, interpreter, where)
 
 
-def _pip_install(what: Sequence[str | Path], *platforms: str) -> None:
-    version = sysroot.python(SYSROOT)[1]
-    command: list[str | Path] = [PYTHON, "-m", "pip", "install", "-qq", "--no-deps", "--no-compile", "--upgrade"]
-    command += ["--target", sysroot.site_packages(SYSROOT), "--only-binary=:all:"]
-    command += ["--python-version", version, "--implementation", "cp"]
-    command += [f"--abi={abi}" for abi in (f"cp{version.replace('.', '')}", "abi3", "none")]
-    command += [f"--platform={platform}" for platform in platforms]
-    check([*command, *what])
-
-
-def _install_wheels() -> None:
-    pinned = [f"{name}=={installed_version(name)}" for name in PINNED]
-    wanted = [TORCH, *LIBRARIES, *pinned]
-    if _installed().get("wheels") == wanted:
+def _install_libraries() -> None:
+    wanted = [TORCH, *LIBRARIES, *sysroot.test_tools(), f"{OPENBLAS}=={installed_version(OPENBLAS)}"]
+    if _stamps().get("libraries") == wanted:
         return
     say(f"installing {TORCH} and the test tools for Arm (about 150 MB to download)")
-    _pip_install(wanted, *(f"{tag}_aarch64" for tag in GLIBC_TAGS))
-    _remember("wheels", wanted)
+    sysroot.pip_install(SYSROOT, wanted, [f"{tag}_aarch64" for tag in sysroot.GLIBC_TAGS])
+    _stamp("libraries", wanted)
 
 
-def _install_native() -> None:
-    made_from = [fingerprint("gdn-cpu"), str(SYSROOT)]
-    if _installed().get("gdn-cpu") == made_from:
-        return
-    say("cross-compiling gdn-cpu for Arm")
-    dist = HOME / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
+def _cross_compile(package: str, dist: Path, extra: Sequence[str]) -> None:
+    say(f"cross-compiling {package} for Arm")
+    work = HOME / "build" / package
+    shutil.rmtree(work, ignore_errors=True)
     include = SYSROOT / "usr" / "include"
     definitions = [
         f"-DCMAKE_TOOLCHAIN_FILE={TOOLCHAIN}",
@@ -91,19 +82,22 @@ def _install_native() -> None:
         # Debian's pyconfig.h includes its other half by a path from here. After everything else: the C library's
         # headers are those of the cross compiler.
         f"-DCMAKE_CXX_FLAGS=-idirafter {include}",
+        *extra,
     ]
     environment = {
-        **WITH_TOOLS,
         "CMAKE_ARGS": shlex.join(definitions),
         "_PYTHON_HOST_PLATFORM": "linux-aarch64",
         "SETUPTOOLS_EXT_SUFFIX": ".abi3.so",
     }
-    options = ["-qq", "--no-build-isolation", "--no-deps", "--no-cache-dir", f"--wheel-dir={dist}"]
-    options.append(f"--config-settings=build-dir={HOME / 'build'}")
-    check([PYTHON, "-m", "pip", "wheel", *options, ROOT / "packages" / "gdn-cpu"], environment)
-    check([PYTHON, "tools/check_isa_leaks.py", HOME / "build"])
-    _pip_install(sorted(dist.iterdir()), "linux_aarch64")
-    _remember("gdn-cpu", made_from)
+    make_wheel(make_sdist(package, dist), dist, work, environment)
+
+
+def _install_native(native: Sequence[Path]) -> None:
+    made_from = _stamps()["wheels"]
+    if _stamps().get("native") == made_from:
+        return
+    sysroot.pip_install(SYSROOT, native, [wheel.stem.split("-")[-1] for wheel in native])
+    _stamp("native", made_from)
 
 
 def _install_pure() -> None:
@@ -112,9 +106,9 @@ def _install_pure() -> None:
     check([PYTHON, "-m", "pip", "install", *options, "--target", site, ROOT / "packages" / "gdn-core"], WITH_TOOLS)
 
 
-def _installed() -> dict[str, list[str]]:
+def _stamps() -> dict[str, list[str]]:
     return json.loads(STAMP.read_text()) if STAMP.exists() else {}
 
 
-def _remember(name: str, made_from: list[str]) -> None:
-    STAMP.write_text(json.dumps(_installed() | {name: made_from}, indent=1))
+def _stamp(name: str, made_from: list[str]) -> None:
+    STAMP.write_text(json.dumps(_stamps() | {name: made_from}, indent=1))

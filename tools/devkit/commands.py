@@ -3,13 +3,14 @@
 
 import argparse
 import os
+import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
-from devkit import environment, system
+from devkit import aarch64, environment, system, wheels
 from devkit.console import ROOT, Problem, Stages, Unavailable, check, explain, run, say
 from devkit.environment import BIN, NATIVE_PACKAGES, PYTHON, WITH_TOOLS
 from devkit.machines import MACHINES, run_tests_on
@@ -81,23 +82,30 @@ def lint() -> None:
 
 
 def build() -> None:
-    """Build sdists, wheels from these, and check the results."""
+    """Build sdists, wheels from these, for Arm too where that can be had, and check the results."""
     shutil.rmtree(DIST, ignore_errors=True)
     shutil.rmtree(WHEEL_BUILD, ignore_errors=True)
     for package in PACKAGES:
         say(f"sdist and wheel of {package}")
-        check([PYTHON, "-m", "build", "--sdist", "--no-isolation", "--outdir", DIST, f"packages/{package}"], WITH_TOOLS)
-        (sdist,) = DIST.glob(f"{package.replace('-', '_')}-*.tar.gz")
-        options: list[str | Path] = ["-qq", "--no-build-isolation", "--no-deps", "--no-cache-dir", "--wheel-dir", DIST]
-        check(
-            [PYTHON, "-m", "pip", "wheel", *options, f"--config-settings=build-dir={WHEEL_BUILD / package}", sdist],
-            WITH_TOOLS,
-        )
+        wheels.make_wheel(wheels.make_sdist(package, DIST), DIST, WHEEL_BUILD / package)
+    if NATIVE_PACKAGES:
+        _add_arm_wheels()
     check([PYTHON, "tools/check_version.py", *sorted(DIST.iterdir())])
-    check([PYTHON, "tools/check_wheel.py", *sorted(DIST.iterdir())], WITH_TOOLS)
+    check([PYTHON, "tools/check_wheel.py", *sorted(DIST.iterdir())])
     if NATIVE_PACKAGES:
         check([PYTHON, "tools/check_isa_leaks.py", WHEEL_BUILD / "gdn-cpu"])
         _check_device_code()
+
+
+def _add_arm_wheels() -> None:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return
+    try:
+        for wheel in aarch64.wheels(device_code=WHEEL_BUILD / "gdn-cuda" / "objects"):
+            shutil.copy(wheel, DIST)
+    except Unavailable as reason:
+        explain(reason)
+        say("no wheels for 64-bit Arm")
 
 
 def _check_device_code() -> None:
@@ -108,7 +116,7 @@ def _check_device_code() -> None:
     ).stdout.strip():
         say("no compiler for CUDA: gdn-cuda has no device code to check")
         return
-    (wheel,) = DIST.glob("gdn_cuda-*.whl")
+    (wheel,) = DIST.glob(f"gdn_cuda-*_{platform.machine()}.whl")
     check([PYTHON, "tools/check_device_code.py", wheel])
 
 

@@ -71,14 +71,15 @@ sys.exit(not any(level.supported for level in gdn_cpu.levels() if level.name == 
 """
 
 
+_NATIVE_PACKAGES_TESTS = ("packages/gdn-cpu/tests", "packages/gdn-cuda/tests")
 _AMX_TESTS = ("-k", "cpu-x86_amx or test_gdn_cpu", "tests/test_amx_emulator.py")
 
 MACHINES: Mapping[str, Machine] = {
     "aarch64": Machine(
         ("baseline", "arm_bf16"),
         _arm,
-        ("-k", "cpu- or test_binding", "--one-in=4", "-n2"),
-        ("-k", "cpu- or test_binding or test_threads", "-n2"),
+        ("-k", "cpu- or test_binding or test_installed", *_NATIVE_PACKAGES_TESTS, "--one-in=4", "-n2"),
+        ("-k", "cpu- or test_binding or test_threads or test_installed", *_NATIVE_PACKAGES_TESTS, "-n2"),
     ),
     # AVX2 without AVX-512.
     "x86_v3": Machine(

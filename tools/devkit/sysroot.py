@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The system libraries and the Python of 64-bit Arm, unpacked into a folder: no foreign packages on this machine.
+"""Packages of another architecture or release of Debian, unpacked into a folder: nothing foreign on this machine.
 
 apt runs with a state of its own, so that the machine's lists and its architecture stay as they are. Debian serves every
 architecture from one archive; Ubuntu keeps Arm elsewhere and is not handled.
 """
 
 import os
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from devkit.console import Unavailable, check, say
+from devkit.console import Unavailable, check
+from devkit.environment import PYTHON, installed_version
 
-PACKAGES = ("python3", "libpython3-dev", "libstdc++6", "libgomp1")
+# The same versions as in .venv, and what these depend on.
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "rich", "nanobind-backend")
+TEST_LIBRARIES = (
+    *("pluggy", "iniconfig", "packaging", "pygments", "execnet"),
+    *("sortedcontainers", "attrs", "markdown-it-py", "mdurl"),
+)
+# What the wheels of others are for.
+GLIBC_TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 SOURCES = (Path("/etc/apt/sources.list"), Path("/etc/apt/sources.list.d/debian.sources"))
 
 _APT_CONFIG = """\
-APT::Architecture "arm64";
-APT::Architectures {{ "arm64"; }};
+APT::Architecture "{architecture}";
+APT::Architectures {{ "{architecture}"; }};
 APT::Install-Recommends "false";
 APT::Sandbox::User "{user}";
 Acquire::Languages "none";
@@ -32,35 +42,44 @@ def _is_debian_archive(path: Path) -> bool:
     return path.exists() and "debian" in path.read_text() and "ubuntu" not in path.read_text()
 
 
-def make(folder: Path, work: Path) -> None:
-    """Fill `folder` once; `work` holds what apt needs and is removed afterwards."""
+def make(folder: Path, packages: Sequence[str], architecture: str, release: str | None = None) -> None:
+    """Fill `folder` once with packages and all that they depend on, of this machine's release or of another one."""
     done = folder / "complete"
     if done.exists():
         return
     if not all(map(shutil.which, ("apt-get", "dpkg-deb"))) or not any(map(_is_debian_archive, SOURCES)):
-        raise Unavailable("the Arm libraries come from Debian's archive, for which apt is not set up here.")
-    say(f"unpacking Arm libraries and Python into {folder} (about 30 MB to download)")
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(work, ignore_errors=True)
-    for archive in _download(work):
+        raise Unavailable("its libraries come from Debian's archive, for which apt is not set up here.")
+    work = folder.with_name("apt")
+    for path in (folder, work):
+        shutil.rmtree(path, ignore_errors=True)
+    for archive in _download(work, packages, architecture, release):
         check(["dpkg-deb", "--extract", archive, folder])
     shutil.rmtree(work)
     done.touch()
 
 
-def _download(work: Path) -> list[Path]:
+def _download(work: Path, packages: Sequence[str], architecture: str, release: str | None) -> list[Path]:
     for part in ("state/lists/partial", "cache/archives/partial", "sources"):
         (work / part).mkdir(parents=True)
     (work / "status").touch()
     for path in filter(_is_debian_archive, SOURCES):
-        shutil.copy(path, work / "sources")
+        text = path.read_text()
+        (work / "sources" / path.name).write_text(text if release is None else _of_release(text, release))
     config = work / "apt.conf"
     user = "root" if os.geteuid() == 0 else ""  # not apt's own user, who may have no way to the folder
-    config.write_text(_APT_CONFIG.format(folder=work, user=user))
+    config.write_text(_APT_CONFIG.format(folder=work, user=user, architecture=architecture))
     environment = {"APT_CONFIG": str(config)}
     check(["apt-get", "-qq", "update"], environment)
-    check(["apt-get", "-qq", "-y", "--download-only", "install", *PACKAGES], environment)
+    check(["apt-get", "-qq", "-y", "--download-only", "install", *packages], environment)
     return sorted((work / "cache" / "archives").glob("*.deb"))
+
+
+def _of_release(sources: str, release: str) -> str:
+    """Return a file of sources with the archive itself, and not its updates, in another release."""
+    entries = re.split(r"\n\s*\n", sources) if "URIs:" in sources else sources.splitlines()
+    main = next(entry for entry in entries if re.search(r"debian/?\s", entry) and "security" not in entry)
+    main = re.sub(r"(?m)^Suites:.*", f"Suites: {release}", main)
+    return re.sub(r"^(deb (?:\[.*?\] )?\S+) \S+", rf"\1 {release}", main) + "\n"
 
 
 def python(folder: Path) -> tuple[Path, str]:
@@ -72,3 +91,19 @@ def python(folder: Path) -> tuple[Path, str]:
 def site_packages(folder: Path) -> Path:
     """Return where this Python finds installed packages."""
     return folder / "usr" / "local" / "lib" / python(folder)[0].name / "dist-packages"
+
+
+def test_tools() -> list[str]:
+    """Return what the tests need beside torch and the packages, as pip wants it."""
+    return [*(f"{name}=={installed_version(name)}" for name in TEST_TOOLS), *TEST_LIBRARIES]
+
+
+def pip_install(folder: Path, what: Sequence[str | Path], platforms: Sequence[str]) -> None:
+    """Install wheels for these platforms for the sysroot's Python, without what they depend on."""
+    version = python(folder)[1]
+    command: list[str | Path] = [PYTHON, "-m", "pip", "install", "-qq", "--no-deps", "--no-compile", "--upgrade"]
+    command += ["--target", site_packages(folder), "--only-binary=:all:"]
+    command += ["--python-version", version, "--implementation", "cp"]
+    command += [f"--abi={abi}" for abi in (f"cp{version.replace('.', '')}", "abi3", "none")]
+    command += [f"--platform={platform}" for platform in platforms]
+    check([*command, *what])

@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 GROUP = "gdn_core.backends"
@@ -148,6 +150,9 @@ def _load(entry: importlib.metadata.EntryPoint) -> _Backend:
     if name in _OWN and version != core_version() and not _skips_version_check():
         reason = f"{_OWN[name][0]} {version} does not match gdn-core {core_version()}"
         return _unavailable(name, version, reason, install_command(name))
+    cut_short = _cut_short(dist)
+    if cut_short is not None:
+        return _unavailable(name, version, f"{cut_short} is cut short", _reinstall_command(name))
     # A broken backend is listed with its own words, whatever they are.
     try:
         provider = cast(Provider, entry.load())
@@ -161,6 +166,21 @@ def _load(entry: importlib.metadata.EntryPoint) -> _Backend:
     except Exception as error:
         return _unavailable(name, version, f"{type(error).__name__}: {error}")
     return _Backend(info, provider)
+
+
+def _cut_short(dist: importlib.metadata.Distribution | None) -> Path | None:
+    """Return a module of a distribution that lacks its end, which the loader would not miss before it crashes."""
+    for file in (dist.files if dist is not None else None) or ():
+        path = Path(str(file.locate()))
+        if path.suffix == ".so" and path.is_file():
+            with path.open("rb") as module:
+                header = module.read(64)
+            if header[:6] == b"\x7fELF\2\1" and len(header) == 64:
+                # A linker writes the table of the sections last.
+                table, *_, size, count = struct.unpack_from("<QI5H", header, 40)
+                if path.stat().st_size < table + size * count:
+                    return path
+    return None
 
 
 def _discover() -> dict[str, _Backend]:
