@@ -12,7 +12,7 @@ from pathlib import Path
 from devkit import environment, system
 from devkit.console import ROOT, Problem, Stages, Unavailable, check, explain, run, say
 from devkit.environment import BIN, NATIVE_PACKAGES, PYTHON, WITH_TOOLS
-from devkit.machines import MACHINES, run_tests_on
+from devkit.machines import EMULATED, MACHINES, run_tests_on
 from devkit.testing import run_tests
 
 DIST = ROOT / "dist"
@@ -29,8 +29,10 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command not in ("demo", "test"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "test" and options.wheels and (options.full or options.arch):
+        parser.error("--wheels goes with neither --full nor --arch: they test what the checkout makes")
     try:
-        environment.ensure()
+        environment.ensure(getattr(options, "wheels", None))
         if options.command == "demo":
             return run([BIN / "gdn", "demo", *rest])
         if options.command == "test":
@@ -39,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
             lint()
         if options.command == "build":
             build()
+        if options.command == "sanitize":
+            sanitize()
     except Unavailable as reason:
         explain(reason)
         return SKIPPED
@@ -66,9 +70,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=MACHINES,
         help="on an emulated machine: its own selection, with --full a larger one, or what pytest's options name",
     )
+    test.add_argument("--wheels", type=Path, metavar="DIR", help="on these wheels, instead of what the checkout makes")
     commands.add_parser("lint", help="every check of .pre-commit-config.yaml, on all files", allow_abbrev=False)
     commands.add_parser(
         "build", help="sdists, wheels from the sdists into dist/, and the checks on them", allow_abbrev=False
+    )
+    commands.add_parser(
+        "sanitize", help="the CPU kernels' tests, with address and undefined-behaviour sanitizers", allow_abbrev=False
     )
     return parser
 
@@ -127,7 +135,7 @@ def _test_everything(arguments: Sequence[str]) -> int:
     stages.run("wheels in empty environments", lambda: check([PYTHON, "tools/check_install.py", DIST]))
     if NATIVE_PACKAGES:
         stages.run("cross compile for Arm", cross_compile)
-        for name in MACHINES:
+        for name in EMULATED:
             stages.run(f"tests on {name}", partial(_test_on, name))
         stages.run("address and undefined-behaviour sanitizers", sanitize)
     print(stages.table(), flush=True)
@@ -151,11 +159,11 @@ def cross_compile() -> None:
     check([PYTHON, "tools/check_isa_leaks.py", "build/aarch64"])
 
 
-def sanitize() -> str | None:
+def sanitize() -> None:
     """Run the tests of the CPU kernels on a build with address and undefined-behaviour sanitizers."""
     libraries = [_compiler_file(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")]
     if None in libraries:
-        return "skipped: the compiler has no sanitizer libraries (it needs GCC's)"
+        raise Unavailable("the compiler has no sanitizer libraries.", "Set CXX to GCC.")
     build_dir = ROOT / "build" / "asan"
     site = build_dir / "site"
     check([BIN / "cmake", "--preset", "asan"], WITH_TOOLS)
@@ -177,7 +185,6 @@ def sanitize() -> str | None:
     others = [ROOT / "tests" / f"test_{name}.py" for name in ("convolution", "speculative")]
     tests = [*sorted((ROOT / "tests").glob("test_contract_*.py")), *others]
     check([PYTHON, "-m", "pytest", "-q", "-m", "not slow", "-k", "cpu-", *tests], sanitized)
-    return None
 
 
 def _compiler_file(name: str) -> str | None:

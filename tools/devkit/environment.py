@@ -67,15 +67,18 @@ for requirement in requirements(groups, sys.argv[2]):
 """
 
 
-def ensure() -> None:
-    """Make .venv hold the pinned tools, torch, and the packages as they are in this checkout."""
+def ensure(wheels: Path | None = None) -> None:
+    """Make .venv hold the pinned tools, torch, and the packages: as they are in this checkout, or from built wheels."""
     _check_prerequisites()
     if not PYTHON.exists():
         _make_venv()
     _check_venv()
     _install_torch()
     _install_tools()
-    _install_packages()
+    if wheels is None:
+        _install_packages()
+    else:
+        _install_wheels(wheels)
 
 
 def _check_prerequisites() -> None:
@@ -201,6 +204,22 @@ def _install_packages() -> None:
             raise Problem(f"{package} did not build.", "The compiler's or pip's own words are above.")
         installed[package] = made_from
         STAMP.write_text(json.dumps(installed, indent=1))
+
+
+def _install_wheels(folder: Path) -> None:
+    version = (ROOT / "VERSION").read_text().strip()
+    STAMP.unlink(missing_ok=True)
+    options: list[str | Path] = [
+        "-qq",
+        "--no-deps",
+        "--force-reinstall",
+        "--no-index",
+        "--find-links",
+        folder.resolve(),
+    ]
+    _pip_install(
+        [*options, *(f"{package}=={version}" for package in ("gdn-core", *NATIVE_PACKAGES))], f"the wheels of {folder}"
+    )
 
 
 def fingerprint(package: str) -> str:
