@@ -7,7 +7,7 @@
     python3 tools/dev.py lint
     python3 tools/dev.py build
     python3 tools/dev.py sanitize
-    python3 tools/dev.py setup
+    python3 tools/dev.py setup [--tools]
 
 Needs Python 3.10 or newer and a C++ compiler, nothing else.
 """

@@ -25,13 +25,11 @@ WHEEL_BUILD = ROOT / "build" / "wheels"
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return the exit status."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if rest and options.command not in ("demo", "test"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if options.command == "test" and options.wheels and (options.full or options.arch):
-        parser.error("--wheels goes with neither --full nor --arch: they test what the checkout makes")
+    options, rest = parse(arguments)
     try:
+        if options.command == "setup" and options.tools:
+            environment.ensure_tools()
+            return 0
         environment.ensure(getattr(options, "wheels", None))
         if options.command == "demo":
             return run([BIN / "gdn", "demo", *rest])
@@ -54,12 +52,24 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a command, and those that it hands on: to gdn demo, or to pytest."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command not in ("demo", "test"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "test" and options.wheels and (options.full or options.arch):
+        parser.error("--wheels goes with neither --full nor --arch: they test what the checkout makes")
+    return options, rest
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tools/dev.py", description="Makes .venv, installs what is pinned, and then runs.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("setup", help="only make or refresh .venv", allow_abbrev=False)
+    setup = commands.add_parser("setup", help="only make or refresh .venv", allow_abbrev=False)
+    setup.add_argument("--tools", action="store_true", help="only the pinned tools: no torch, nothing compiled")
     commands.add_parser("demo", help="gdn demo: a hybrid model with and without gdn; takes its options", add_help=False)
     test = commands.add_parser("test", help="the test suite; takes options of pytest", allow_abbrev=False)
     test.add_argument(
