@@ -41,7 +41,7 @@ WHEELS: Mapping[str, tuple[str, ...]] = {
 PROCESSORS = ("x86_64", "aarch64")
 
 # What a runner has without us. Commands that are not here have to be in this repository or among the pinned tools.
-OF_THE_SYSTEM = {"apt-get", "["}
+OF_THE_SYSTEM = {"apt-get", "cat", "["}
 PYTHON = re.compile(r"(\S+/)?python3?")
 PINNED_ACTION = re.compile(r"[\w.-]+(/[\w.-]+)+@[0-9a-f]{40}")
 PINNED_IMAGE = re.compile(r"\S+@sha256:[0-9a-f]{64}")
