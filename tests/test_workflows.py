@@ -41,7 +41,7 @@ def own_findings(folder):
 
 def test_the_workflows_pass():
     assert own_findings(ROOT / ".github") == []
-    assert list(check.check_cuda(ROOT / ".github")) == []
+    assert [*check.check_versions(ROOT / ".github"), *check.check_cuda(ROOT / ".github")] == []
 
 
 def test_every_workflow_has_commands_of_ours():
@@ -186,6 +186,28 @@ def test_other_wheels_than_a_release_has(tmp_path, package, old, new, complaint)
     shutil.copy(ROOT / "packages" / package / "pyproject.toml", folder)
     plant(folder / "pyproject.toml", old, new)
     assert complaint in "\n".join(check.check_wheels(folder))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "old", "new", "where"),
+    [("ci", 'torch: "2.6.0"', 'torch: "2.7.0"', "versions"), ("wheels", '"3.14"', '"3.13"', "together")],
+)
+def test_another_oldest_or_newest_version(copy, workflow, old, new, where):
+    plant(copy / "workflows" / f"{workflow}.yml", old, new, count=-1)
+    (problem,) = check.check_versions(copy)
+    assert problem.startswith(f"{workflow}.yml: {where}: tests with Python and torch")
+
+
+def test_only_what_publishes_may_identify_itself_and_gdn_core_comes_last():
+    jobs = check.load(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
+    order = ["version", "files", "attest", "publish-backends", "publish-core"]
+    assert list(jobs) == order
+    assert [jobs[name].get("needs") for name in order] == [None, *order[:-1]]
+    for path in check.workflows(ROOT / ".github"):
+        document = check.load(path)
+        assert document["permissions"] == {"contents": "read"}
+        allowed = {name for name, job in document["jobs"].items() if "permissions" in job}
+        assert allowed == ({"attest", "publish-backends", "publish-core"} if path.stem == "release" else set())
 
 
 def test_another_version_of_cuda(copy):

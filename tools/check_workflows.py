@@ -7,7 +7,8 @@
 - workflows, composite actions and dependabot.yml follow their schemas (check-jsonschema) and zizmor's rules;
 - actions and container images are pinned by hash; local actions exist, and get the inputs that they declare;
 - the commands of every script exist, with the options given: each is asked for its --help;
-- cibuildwheel would build exactly the wheels of a release, and all places agree on the version of CUDA.
+- cibuildwheel would build exactly the wheels of a release, and all places agree on the versions of Python, torch and
+  CUDA.
 """
 
 import contextlib
@@ -32,12 +33,11 @@ from devkit.commands import parse
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = Path(sys.executable).parent
 
+# Python and torch that releases are tested with.
+OLDEST, NEWEST = ("3.10", "2.6.0"), ("3.14", "2.13.0")
 # By package: what cibuildwheel builds or, since a wheel with the stable ABI is built once, only tests.
-WHEELS: Mapping[str, tuple[str, ...]] = {
-    "gdn-core": (),
-    "gdn-cpu": ("cp310-manylinux_{}", "cp314-manylinux_{}"),
-    "gdn-cuda": ("cp310-manylinux_{}", "cp314-manylinux_{}"),
-}
+_BOTH = tuple(f"cp{python.replace('.', '')}-manylinux_{{}}" for python, _ in (OLDEST, NEWEST))
+WHEELS: Mapping[str, tuple[str, ...]] = {"gdn-core": (), "gdn-cpu": _BOTH, "gdn-cuda": _BOTH}
 PROCESSORS = ("x86_64", "aarch64")
 
 # What a runner has without us. Commands that are not here have to be in this repository or among the pinned tools.
@@ -64,8 +64,13 @@ class Step(NamedTuple):
 
 def load(path: Path) -> Node:
     """Read a YAML file."""
-    loaded: Node = YAML(typ="safe", pure=True).load(path)
-    return loaded
+    return _parsed(path.read_text())
+
+
+@cache
+def _parsed(text: str) -> Node:
+    parsed: Node = YAML(typ="safe", pure=True).load(text)
+    return parsed
 
 
 def workflows(folder: Path) -> list[Path]:
@@ -291,6 +296,25 @@ def check_wheels(package: Path) -> Iterator[str]:
             )
 
 
+def check_versions(folder: Path) -> Iterator[str]:
+    """Say where other versions of Python and torch are tested than the oldest and the newest that gdn-core is for."""
+    packages = ROOT / "packages"
+    core = (packages / "gdn-core" / "pyproject.toml").read_text()
+    for claim in (f'requires-python = ">={OLDEST[0]}"', f'"torch>={OLDEST[1].removesuffix(".0")}"'):
+        if claim not in core:
+            yield f"packages/gdn-core/pyproject.toml does not say {claim}"
+    overrides = r'select = "cp3(\d+)-\*"\ntest-requires = \["pytest", "torch==([\d.]+)"\]'
+    wheels = re.findall(overrides, (packages / "gdn-cpu" / "pyproject.toml").read_text())
+    tested = {"packages/gdn-cpu/pyproject.toml": {(f"3.{minor}", torch) for minor, torch in wheels}}
+    for path in workflows(folder):
+        for name, job in load(path)["jobs"].items():
+            pairs = {(row["python"], row["torch"]) for row in matrices(job) if {"python", "torch"} <= row.keys()}
+            tested |= {f"{path.name}: {name}": pairs} if pairs else {}
+    for where, pairs in tested.items():
+        if pairs != {OLDEST, NEWEST}:
+            yield f"{where}: tests with Python and torch {sorted(pairs)}, expected {[OLDEST, NEWEST]}"
+
+
 def check_cuda(folder: Path) -> Iterator[str]:
     """Say where another version of CUDA than that of architectures.txt is named."""
     package = ROOT / "packages" / "gdn-cuda"
@@ -318,6 +342,7 @@ def problems(folder: Path) -> Iterator[str]:
         yield from check_commands(path)
     for package in WHEELS:
         yield from check_wheels(ROOT / "packages" / package)
+    yield from check_versions(folder)
     yield from check_cuda(folder)
 
 
