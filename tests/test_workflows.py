@@ -112,10 +112,11 @@ def test_a_value_of_a_matrix_that_a_command_does_not_know(copy):
 
 
 def test_matrices_are_what_github_makes_of_them():
-    matrix = {"a": ["1", "2"], "b": ["x"], "include": [{"a": "1", "c": "only with 1"}, {"d": "everywhere"}]}
+    matrix = {"a": ["1", "2"], "b": ["x"], "include": [{"a": "1", "c": "only with 1"}, {"d": "everywhere"}, {"a": "3"}]}
     assert check.matrices({"strategy": {"matrix": matrix}}) == [
         {"a": "1", "b": "x", "c": "only with 1", "d": "everywhere"},
         {"a": "2", "b": "x", "d": "everywhere"},
+        {"a": "3"},
     ]
     assert check.matrices({"strategy": {"matrix": {"include": [{"a": "1"}, {"a": "2"}]}}}) == [{"a": "1"}, {"a": "2"}]
     assert check.matrices({}) == [{}]

@@ -46,7 +46,7 @@ PYTHON = re.compile(r"(\S+/)?python3?")
 PINNED_ACTION = re.compile(r"[\w.-]+(/[\w.-]+)+@[0-9a-f]{40}")
 PINNED_IMAGE = re.compile(r"\S+@sha256:[0-9a-f]{64}")
 EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
-UNKNOWN = "\N{WHITE QUESTION MARK ORNAMENT}"  # in place of what only a run knows
+UNKNOWN = "\0"  # in place of what only a run knows
 
 Node = dict[str, Any]
 
@@ -104,11 +104,14 @@ def matrices(job: Node) -> list[dict[str, str]]:
     combinations = [dict(zip(keys, map(str, row), strict=True)) for row in itertools.product(*matrix.values())]
     if not keys:
         return extra or [{}]
-    # GitHub adds a row's new keys to each combination that it does not contradict.
-    for combination, row in itertools.product(combinations, extra):
-        if all(row.get(key, combination[key]) == combination[key] for key in keys):
+    # GitHub adds a row's new keys to each combination that it does not contradict, or makes one of it.
+    alone = []
+    for row in extra:
+        fitting = [old for old in combinations if all(row.get(key, old[key]) == old[key] for key in keys)]
+        for combination in fitting:
             combination.update(row)
-    return combinations
+        alone += [] if fitting else [row]
+    return combinations + alone
 
 
 def resolve(text: str, matrix: Mapping[str, str]) -> str:
