@@ -3,10 +3,11 @@
 """One command for everything that a checkout needs. It makes .venv, installs what is pinned, and then runs.
 
     python3 tools/dev.py demo [options of gdn demo]
-    python3 tools/dev.py test [--full] [--arch MACHINE] [options of pytest]
+    python3 tools/dev.py test [--full] [--arch MACHINE] [--wheels DIR] [options of pytest]
     python3 tools/dev.py lint
     python3 tools/dev.py build
-    python3 tools/dev.py setup
+    python3 tools/dev.py sanitize
+    python3 tools/dev.py setup [--tools]
 
 Needs Python 3.10 or newer and a C++ compiler, nothing else.
 """

@@ -13,7 +13,7 @@ from functools import partial
 from devkit import aarch64, environment, system, wheels
 from devkit.console import ROOT, Problem, Stages, Unavailable, check, explain, run, say
 from devkit.environment import BIN, NATIVE_PACKAGES, PYTHON, WITH_TOOLS
-from devkit.machines import MACHINES, run_tests_on
+from devkit.machines import EMULATED, MACHINES, run_tests_on
 from devkit.testing import run_tests
 
 DIST = ROOT / "dist"
@@ -26,12 +26,12 @@ WHEEL_BUILD = ROOT / "build" / "wheels"
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return the exit status."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if rest and options.command not in ("demo", "test"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options, rest = parse(arguments)
     try:
-        environment.ensure()
+        if options.command == "setup" and options.tools:
+            environment.ensure_tools()
+            return 0
+        environment.ensure(getattr(options, "wheels", None))
         if options.command == "demo":
             return run([BIN / "gdn", "demo", *rest])
         if options.command == "test":
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
             lint()
         if options.command == "build":
             build()
+        if options.command == "sanitize":
+            sanitize()
     except Unavailable as reason:
         explain(reason)
         return SKIPPED
@@ -51,12 +53,24 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a command, and those that it hands on: to gdn demo, or to pytest."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command not in ("demo", "test"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "test" and options.wheels and (options.full or options.arch):
+        parser.error("--wheels goes with neither --full nor --arch: they test what the checkout makes")
+    return options, rest
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tools/dev.py", description="Makes .venv, installs what is pinned, and then runs.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("setup", help="only make or refresh .venv", allow_abbrev=False)
+    setup = commands.add_parser("setup", help="only make or refresh .venv", allow_abbrev=False)
+    setup.add_argument("--tools", action="store_true", help="only the pinned tools: no torch, nothing compiled")
     commands.add_parser("demo", help="gdn demo: a hybrid model with and without gdn; takes its options", add_help=False)
     test = commands.add_parser("test", help="the test suite; takes options of pytest", allow_abbrev=False)
     test.add_argument(
@@ -67,9 +81,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=MACHINES,
         help="on an emulated machine: its own selection, with --full a larger one, or what pytest's options name",
     )
+    test.add_argument("--wheels", type=Path, metavar="DIR", help="on these wheels, instead of what the checkout makes")
     commands.add_parser("lint", help="every check of .pre-commit-config.yaml, on all files", allow_abbrev=False)
     commands.add_parser(
         "build", help="sdists, wheels from the sdists into dist/, and the checks on them", allow_abbrev=False
+    )
+    commands.add_parser(
+        "sanitize", help="the CPU kernels' tests, with address and undefined-behaviour sanitizers", allow_abbrev=False
     )
     return parser
 
@@ -135,7 +153,7 @@ def _test_everything(arguments: Sequence[str]) -> int:
     stages.run("wheels in empty environments", lambda: check([PYTHON, "tools/check_install.py", DIST]))
     if NATIVE_PACKAGES:
         stages.run("cross compile for Arm", cross_compile)
-        for name in MACHINES:
+        for name in EMULATED:
             stages.run(f"tests on {name}", partial(_test_on, name))
         stages.run("address and undefined-behaviour sanitizers", sanitize)
     print(stages.table(), flush=True)
@@ -159,11 +177,11 @@ def cross_compile() -> None:
     check([PYTHON, "tools/check_isa_leaks.py", "build/aarch64"])
 
 
-def sanitize() -> str | None:
+def sanitize() -> None:
     """Run the tests of the CPU kernels on a build with address and undefined-behaviour sanitizers."""
     libraries = [_compiler_file(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")]
     if None in libraries:
-        return "skipped: the compiler has no sanitizer libraries (it needs GCC's)"
+        raise Unavailable("the compiler has no sanitizer libraries.", "Set CXX to GCC.")
     build_dir = ROOT / "build" / "asan"
     site = build_dir / "site"
     check([BIN / "cmake", "--preset", "asan"], WITH_TOOLS)
@@ -185,7 +203,6 @@ def sanitize() -> str | None:
     others = [ROOT / "tests" / f"test_{name}.py" for name in ("convolution", "speculative")]
     tests = [*sorted((ROOT / "tests").glob("test_contract_*.py")), *others]
     check([PYTHON, "-m", "pytest", "-q", "-m", "not slow", "-k", "cpu-", *tests], sanitized)
-    return None
 
 
 def _compiler_file(name: str) -> str | None:

@@ -67,23 +67,31 @@ for requirement in requirements(groups, sys.argv[2]):
 """
 
 
-def ensure() -> None:
-    """Make .venv hold the pinned tools, torch, and the packages as they are in this checkout."""
+def ensure(wheels: Path | None = None) -> None:
+    """Make .venv hold the pinned tools, torch, and the packages: as they are in this checkout, or from built wheels."""
     _check_prerequisites()
+    _ensure_venv()
+    _install_torch()
+    _install_tools()
+    if wheels is None:
+        _install_packages()
+    else:
+        _install_wheels(wheels)
+
+
+def ensure_tools() -> None:
+    """Make .venv hold the pinned tools, and nothing that takes a compiler or torch."""
+    _ensure_venv()
+    _install_tools()
+
+
+def _ensure_venv() -> None:
     if not PYTHON.exists():
         _make_venv()
     _check_venv()
-    _install_torch()
-    _install_tools()
-    _install_packages()
 
 
 def _check_prerequisites() -> None:
-    if not PYTHON.exists() and not all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
-        raise Problem(
-            "this Python cannot make virtual environments (no module venv or ensurepip).",
-            f"Debian, Ubuntu: apt install python{sys.version_info[0]}.{sys.version_info[1]}-venv",
-        )
     if NATIVE_PACKAGES:
         _check_compiler()
         if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
@@ -116,6 +124,11 @@ def _check_compiler() -> None:
 
 
 def _make_venv() -> None:
+    if not all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
+        raise Problem(
+            "this Python cannot make virtual environments (no module venv or ensurepip).",
+            f"Debian, Ubuntu: apt install python{sys.version_info[0]}.{sys.version_info[1]}-venv",
+        )
     say(f"making {VENV.name} with Python {sys.version.split()[0]}")
     if run([sys.executable, "-m", "venv", VENV]) != 0:
         raise Problem(
@@ -201,6 +214,22 @@ def _install_packages() -> None:
             raise Problem(f"{package} did not build.", "The compiler's or pip's own words are above.")
         installed[package] = made_from
         STAMP.write_text(json.dumps(installed, indent=1))
+
+
+def _install_wheels(folder: Path) -> None:
+    version = (ROOT / "VERSION").read_text().strip()
+    STAMP.unlink(missing_ok=True)
+    options: list[str | Path] = [
+        "-qq",
+        "--no-deps",
+        "--force-reinstall",
+        "--no-index",
+        "--find-links",
+        folder.resolve(),
+    ]
+    _pip_install(
+        [*options, *(f"{package}=={version}" for package in ("gdn-core", *NATIVE_PACKAGES))], f"the wheels of {folder}"
+    )
 
 
 def fingerprint(package: str) -> str:

@@ -9,10 +9,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from devkit import aarch64, qemu
+from devkit import aarch64, qemu, sde
 from devkit.console import ROOT, Unavailable
 from devkit.environment import PYTHON
 from devkit.testing import run_tests
@@ -65,6 +66,10 @@ def _amx() -> tuple[Path, Mapping[str, str]]:
     return PYTHON, {"LD_PRELOAD": built.stdout.strip(), "AMX_EMULATOR_STRICT": "1", "GDN_CPU_ISA": "x86_amx"}
 
 
+def _intel(processor: str) -> tuple[Path, Mapping[str, str]]:
+    return sde.python(processor), {}
+
+
 _HAS_LEVEL_BELOW_AMX = """
 import sys, gdn_cpu
 sys.exit(not any(level.supported for level in gdn_cpu.levels() if level.name == "x86_v4_bf16"))
@@ -74,7 +79,12 @@ sys.exit(not any(level.supported for level in gdn_cpu.levels() if level.name == 
 _NATIVE_PACKAGES_TESTS = ("packages/gdn-cpu/tests", "packages/gdn-cuda/tests")
 _AMX_TESTS = ("-k", "cpu-x86_amx or test_gdn_cpu", "tests/test_amx_emulator.py")
 
-MACHINES: Mapping[str, Machine] = {
+X86_LEVELS = ("baseline", "x86_v3", "x86_v4", "x86_v4_bf16", "x86_amx")
+# Each level's first processor, by its name in Intel's emulator: Nehalem, Haswell, Skylake and Cooper Lake servers,
+# Sapphire Rapids.
+_INTEL = dict(zip(("nhm", "hsw", "skx", "cpx", "spr"), X86_LEVELS, strict=True))
+
+EMULATED: Mapping[str, Machine] = {
     "aarch64": Machine(
         ("baseline", "arm_bf16"),
         _arm,
@@ -95,5 +105,18 @@ MACHINES: Mapping[str, Machine] = {
         ("-k", "cpu-baseline", "--one-in=16"),
         ("-k", "cpu-baseline", "-n2"),
     ),
-    "x86_amx": Machine(("baseline", "x86_v3", "x86_v4", "x86_v4_bf16", "x86_amx"), _amx, _AMX_TESTS, _AMX_TESTS),
+    "x86_amx": Machine(X86_LEVELS, _amx, _AMX_TESTS, _AMX_TESTS),
 }
+
+# Intel's emulator comes from Intel only, under its own licence: these run where they are asked for by name.
+FROM_INTEL: Mapping[str, Machine] = {
+    f"sde_{processor}": Machine(
+        X86_LEVELS[: X86_LEVELS.index(level) + 1],
+        partial(_intel, processor),
+        ("-k", f"cpu-{level}", "--one-in=12"),
+        ("-k", f"cpu-{level}", "-n2"),
+    )
+    for processor, level in _INTEL.items()
+}
+
+MACHINES = {**EMULATED, **FROM_INTEL}
