@@ -2,10 +2,9 @@
 //
 // Decode steps that verify draft tokens, from q, k and v or straight from the convolution's output.
 #include <algorithm>
-#include <utility>
-#include <vector>
 
 #include "ops.h"
+#include "records.h"
 #include "recurrence_call.h"
 
 namespace gdn::cpu {
@@ -13,11 +12,13 @@ namespace {
 
 // Rows that resume after the tokens that were accepted, and store the state after every token in a slot of its own.
 void plan_several_slots(const TensorView& table_view, Name table_name, const TensorView& num_accepted_tokens,
-                        const TensorView& cu_seqlens, handle null_slot, std::int64_t pool_size, const Sizes& s,
-                        RecurrenceParams& params, RowPlan& plan) {
+                        const TensorView& cu_seqlens, const TensorView& row_indices, handle null_slot,
+                        std::int64_t pool_size, const Sizes& s, RecurrenceParams& params, RowPlan& plan) {
   const SlotTable table = slot_table(table_view, table_name, pool_size, optional_integer(null_slot, "null_slot"));
-  plan.offsets = short_row_offsets(cu_seqlens, "cu_seqlens", table.rows, table.columns, s.tokens);
-  const Indices accepted = accepted_tokens(num_accepted_tokens, "num_accepted_tokens", table.rows, table.columns);
+  plan.offsets = row_offsets(cu_seqlens, "cu_seqlens", s.tokens, table.rows + 1);
+  plan.name_rows(row_indices, table.rows);
+  const Indices accepted = accepted_tokens(num_accepted_tokens, "num_accepted_tokens", table.rows, table.columns,
+                                           plan.names_rows ? &plan.named : nullptr);
   params.num_sequences = table.rows;
   params.destination_columns = table.columns;
   plan.destinations = table.slots;
@@ -27,88 +28,42 @@ void plan_several_slots(const TensorView& table_view, Name table_name, const Ten
     plan.sources.push_back(source);
     plan.padding.push_back(source < 0 || plan.offsets[i] == plan.offsets[i + 1]);
   }
-}
-
-struct RecordTensors {
-  TensorView &k, &u, &decay, &live;
-};
-
-// Rows with one slot each, and the records of it. The vectors outlive the kernel.
-struct ReplayPlan {
-  Replay replay;
-  Indices counts;                // [N], records to replay
-  std::vector<float> new_decay;  // [T, HV]
-};
-
-MutableOperand record_operand(const TensorView& view, Name name, DType dtype) {
-  if (view.ndim() == 4 && view.numel() > 0 && view.size(3) > 1 && view.stride(3) != 1) {
-    decline(cat({name, ": not of unit stride in the last dimension"}));
-  }
-  return {view.data(), dtype, view.stride(0), view.stride(1), view.stride(2)};
-}
-
-// Returns how many records a slot has room for. `activations` has the dtype of k.
-std::int64_t check_records(const RecordTensors& records, const TensorView& activations, std::int64_t pool_size,
-                           const Sizes& s, Replay& replay) {
-  constexpr dlpack::DataType kFp32{dlpack::kFloat, 32, 1};
-  constexpr dlpack::DataType kInt32{dlpack::kInt, 32, 1};
-  check_exact(records.k, "records.k", activations.dl.dtype, {pool_size, "S", s.key_heads, s.key_dim});
-  const std::int64_t columns = records.k.size(1);
-  check_exact(records.u, "records.u", kFp32, {pool_size, columns, s.value_heads, s.value_dim});
-  check_exact(records.decay, "records.decay", kFp32, {pool_size, columns, s.value_heads});
-  check_exact(records.live, "records.live", kInt32, {pool_size});
-  if (columns > kMaxRecords) decline(cat({"records: more than ", std::to_string(kMaxRecords), " a slot"}));
-  for (const auto& [view, name] : {std::pair{&records.k, "records.k"},
-                                   {&records.u, "records.u"},
-                                   {&records.decay, "records.decay"},
-                                   {&records.live, "records.live"}}) {
-    check_separate_elements(*view, name);
-  }
-  replay.k = record_operand(records.k, "records.k", *floating_dtype(records.k));
-  replay.u = record_operand(records.u, "records.u", DType::kFloat32);
-  replay.decay = record_operand(records.decay, "records.decay", DType::kFloat32);
-  return columns;
-}
-
-std::int32_t& live_records(const TensorView& live, std::int64_t slot) {
-  return static_cast<std::int32_t*>(live.data())[slot * live.stride(0)];
+  check_row_lengths(plan, "cu_seqlens", table.rows, table.columns);
 }
 
 // Rows that resume after the tokens that were accepted by replaying their records.
 void plan_replay(const TensorView& slots, const RecordTensors& records, const TensorView& activations,
-                 const TensorView& num_accepted_tokens, const TensorView& cu_seqlens, handle null_slot,
-                 std::int64_t pool_size, const Sizes& s, RecurrenceParams& params, RowPlan& plan,
+                 const TensorView& num_accepted_tokens, const TensorView& cu_seqlens, const TensorView& row_indices,
+                 handle null_slot, std::int64_t pool_size, const Sizes& s, RecurrenceParams& params, RowPlan& plan,
                  ReplayPlan& replay_plan) {
   const std::int64_t columns = check_records(records, activations, pool_size, s, replay_plan.replay);
   plan.sources = slot_indices(slots, "slot_indices", "N", pool_size, optional_integer(null_slot, "null_slot"));
   plan.destinations = plan.sources;
   params.num_sequences = static_cast<std::int64_t>(plan.sources.size());
-  plan.offsets = short_row_offsets(cu_seqlens, "cu_seqlens", params.num_sequences, columns, s.tokens);
-  const Indices accepted = accepted_tokens(num_accepted_tokens, "num_accepted_tokens", params.num_sequences, columns);
+  plan.offsets = row_offsets(cu_seqlens, "cu_seqlens", s.tokens, params.num_sequences + 1);
+  plan.name_rows(row_indices, params.num_sequences);
+  const Indices accepted = accepted_tokens(num_accepted_tokens, "num_accepted_tokens", params.num_sequences, columns,
+                                           plan.names_rows ? &plan.named : nullptr);
   for (std::size_t row = 0; row < plan.sources.size(); ++row) {
-    const std::int64_t slot = plan.sources[row];
-    const std::int64_t live = slot < 0 ? 0 : live_records(records.live, slot);
-    if (0 < live && live < accepted[row]) {
-      raise_value(cat({"num_accepted_tokens: expected at most the ", std::to_string(live), " live records of slot ",
-                       std::to_string(slot), ", got ", std::to_string(accepted[row])}));
-    }
-    replay_plan.counts.push_back(std::max<std::int64_t>(0, std::min(live, accepted[row])));
-    plan.padding.push_back(slot < 0 || plan.offsets[row] == plan.offsets[row + 1]);
+    plan.padding.push_back(plan.sources[row] < 0 || plan.offsets[row] == plan.offsets[row + 1]);
+    replay_plan.counts.push_back(0);
   }
+  plan.for_each_row(params.num_sequences, [&](std::int64_t row) {
+    const auto i = static_cast<std::size_t>(row);
+    replay_plan.counts[i] = replayed_records(records.live, plan.sources[i], accepted[i]);
+  });
+  check_row_lengths(plan, "cu_seqlens", params.num_sequences, columns);
 }
 
 void execute_replay(RecurrenceParams& params, RowPlan& plan, ReplayPlan& replay_plan, const RecordTensors& records,
                     const Sizes& s) {
-  replay_plan.new_decay.resize(static_cast<std::size_t>(s.tokens * s.value_heads));
-  replay_plan.replay.new_decay = replay_plan.new_decay.data();
-  replay_plan.replay.counts = replay_plan.counts.data();
-  params.replay = &replay_plan.replay;
+  replay_plan.attach(params, s.tokens);
   execute(params, plan, s.tokens);
-  for (std::size_t row = 0; row < plan.sources.size(); ++row) {
-    if (plan.padding[row]) continue;
-    live_records(records.live, plan.sources[row]) =
-        static_cast<std::int32_t>(plan.offsets[row + 1] - plan.offsets[row]);
-  }
+  plan.for_each_row(params.num_sequences, [&](std::int64_t row) {
+    const auto i = static_cast<std::size_t>(row);
+    if (plan.padding[i]) return;
+    live_records(records.live, plan.sources[i]) = static_cast<std::int32_t>(plan.offsets[i + 1] - plan.offsets[i]);
+  });
 }
 
 // What both forms of the fused step take, but the rows and their slots.
@@ -186,7 +141,7 @@ void fused_sigmoid_gating_delta_rule_update_spec(TensorView& A_log, TensorView& 
   const Sizes s = check_decode({A_log, dt_bias, q, k, v, a, b, initial_state_source, "initial_state_source",
                                 use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, out},
                                params);
-  plan_several_slots(spec_state_indices, "spec_state_indices", num_accepted_tokens, cu_seqlens, null_slot,
+  plan_several_slots(spec_state_indices, "spec_state_indices", num_accepted_tokens, cu_seqlens, TensorView(), null_slot,
                      initial_state_source.size(0), s, params, plan);
   if (dry_run || s.tokens == 0) return;
   set_qkv(params, q, k, v);
@@ -206,8 +161,8 @@ void fused_sigmoid_gating_delta_rule_update_replay(
   const Sizes s = check_decode({A_log, dt_bias, q, k, v, a, b, state, "state", use_qk_l2norm_in_kernel, softplus_beta,
                                 softplus_threshold, scale, state_v_first, out},
                                params);
-  plan_replay(slot_indices, records, q, num_accepted_tokens, cu_seqlens, null_slot, state.size(0), s, params, plan,
-              replay_plan);
+  plan_replay(slot_indices, records, q, num_accepted_tokens, cu_seqlens, TensorView(), null_slot, state.size(0), s,
+              params, plan, replay_plan);
   if (dry_run || s.tokens == 0) return;
   set_qkv(params, q, k, v);
   execute_replay(params, plan, replay_plan, records, s);
@@ -218,7 +173,8 @@ void fused_gdn_decode_post_conv_mtp(TensorView& mixed_qkv, TensorView& a, Tensor
                                     TensorView& num_accepted_tokens, TensorView& state, TensorView& output_gate,
                                     TensorView& norm_weight, handle scale, handle norm_eps,
                                     handle output_gate_activation, handle num_key_heads, handle head_k_dim,
-                                    handle state_v_first, handle null_slot, TensorView& out, bool dry_run) {
+                                    handle state_v_first, handle null_slot, TensorView& row_indices, TensorView& out,
+                                    bool dry_run) {
   const FusedArguments args{mixed_qkv,
                             a,
                             b,
@@ -238,8 +194,8 @@ void fused_gdn_decode_post_conv_mtp(TensorView& mixed_qkv, TensorView& a, Tensor
   GatedNorm norm;
   RowPlan plan;
   const Sizes s = check_fused(args, params, norm);
-  plan_several_slots(state_indices, "state_indices", num_accepted_tokens, cu_seqlens, null_slot, state.size(0), s,
-                     params, plan);
+  plan_several_slots(state_indices, "state_indices", num_accepted_tokens, cu_seqlens, row_indices, null_slot,
+                     state.size(0), s, params, plan);
   if (dry_run || s.tokens == 0) return;
   set_fused_operands(args, s, params, norm);
   execute(params, plan, s.tokens);
@@ -251,8 +207,8 @@ void fused_gdn_decode_post_conv_mtp_replay(TensorView& mixed_qkv, TensorView& a,
                                            TensorView& cu_seqlens, TensorView& num_accepted_tokens, TensorView& state,
                                            TensorView& output_gate, TensorView& norm_weight, handle scale,
                                            handle norm_eps, handle output_gate_activation, handle num_key_heads,
-                                           handle head_k_dim, handle state_v_first, handle null_slot, TensorView& out,
-                                           bool dry_run) {
+                                           handle head_k_dim, handle state_v_first, handle null_slot,
+                                           TensorView& row_indices, TensorView& out, bool dry_run) {
   const FusedArguments args{mixed_qkv,
                             a,
                             b,
@@ -274,8 +230,8 @@ void fused_gdn_decode_post_conv_mtp_replay(TensorView& mixed_qkv, TensorView& a,
   ReplayPlan replay_plan;
   const RecordTensors records{records_k, records_u, records_decay, records_live};
   const Sizes s = check_fused(args, params, norm);
-  plan_replay(slot_indices, records, mixed_qkv, num_accepted_tokens, cu_seqlens, null_slot, state.size(0), s, params,
-              plan, replay_plan);
+  plan_replay(slot_indices, records, mixed_qkv, num_accepted_tokens, cu_seqlens, row_indices, null_slot, state.size(0),
+              s, params, plan, replay_plan);
   if (dry_run || s.tokens == 0) return;
   set_fused_operands(args, s, params, norm);
   execute_replay(params, plan, replay_plan, records, s);

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "records.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace gdn::cpu {
+namespace {
+
+MutableOperand record_operand(const TensorView& view, Name name, DType dtype) {
+  if (view.ndim() == 4 && view.numel() > 0 && view.size(3) > 1 && view.stride(3) != 1) {
+    decline(cat({name, ": not of unit stride in the last dimension"}));
+  }
+  return {view.data(), dtype, view.stride(0), view.stride(1), view.stride(2)};
+}
+
+}  // namespace
+
+std::int64_t check_records(const RecordTensors& records, const TensorView& activations, std::int64_t pool_size,
+                           const Sizes& s, Replay& replay) {
+  constexpr dlpack::DataType kFp32{dlpack::kFloat, 32, 1};
+  constexpr dlpack::DataType kInt32{dlpack::kInt, 32, 1};
+  check_exact(records.k, "records.k", activations.dl.dtype, {pool_size, "S", s.key_heads, s.key_dim});
+  const std::int64_t columns = records.k.size(1);
+  check_exact(records.u, "records.u", kFp32, {pool_size, columns, s.value_heads, s.value_dim});
+  check_exact(records.decay, "records.decay", kFp32, {pool_size, columns, s.value_heads});
+  check_exact(records.live, "records.live", kInt32, {pool_size});
+  if (columns > kMaxRecords) decline(cat({"records: more than ", std::to_string(kMaxRecords), " a slot"}));
+  for (const auto& [view, name] : {std::pair{&records.k, "records.k"},
+                                   {&records.u, "records.u"},
+                                   {&records.decay, "records.decay"},
+                                   {&records.live, "records.live"}}) {
+    check_separate_elements(*view, name);
+  }
+  replay.k = record_operand(records.k, "records.k", *floating_dtype(records.k));
+  replay.u = record_operand(records.u, "records.u", DType::kFloat32);
+  replay.decay = record_operand(records.decay, "records.decay", DType::kFloat32);
+  return columns;
+}
+
+std::int32_t& live_records(const TensorView& live, std::int64_t slot) {
+  return static_cast<std::int32_t*>(live.data())[slot * live.stride(0)];
+}
+
+std::int64_t replayed_records(const TensorView& live, std::int64_t slot, std::int64_t accepted) {
+  const std::int64_t recorded = slot < 0 ? 0 : live_records(live, slot);
+  if (0 < recorded && recorded < accepted) {
+    raise_value(cat({"num_accepted_tokens: expected at most the ", std::to_string(recorded), " live records of slot ",
+                     std::to_string(slot), ", got ", std::to_string(accepted)}));
+  }
+  return std::max<std::int64_t>(0, std::min(recorded, accepted));
+}
+
+void ReplayPlan::attach(RecurrenceParams& params, std::int64_t tokens) {
+  new_decay.resize(static_cast<std::size_t>(tokens * params.num_value_heads));
+  replay.new_decay = new_decay.data();
+  replay.counts = counts.data();
+  params.replay = &replay;
+}
+
+}  // namespace gdn::cpu
