@@ -81,7 +81,8 @@ class AttentionPlan {
           integer(args_.head_k_dim, "head_k_dim"),
           args_.A_log.size(0),
           args_.norm_weight.size(0)};
-    check_heads(s_, "A_log");
+    check_head_groups(s_, "A_log");
+    check_head_dims(s_);
     if (s_.key_dim < 1 || s_.value_dim < 1) decline("K and V: from 1 to " + std::to_string(kMaxHeadDim));
     const std::int64_t channels = 2 * s_.key_heads * s_.key_dim + s_.value_heads * s_.value_dim;
     dtype_ = check_floating(args_.mixed_qkv, "mixed_qkv", {"T", channels});
@@ -100,7 +101,7 @@ class AttentionPlan {
     set_pool(params, args_.state, "cache.state", s_, args_.state_v_first);
     params.out = output_operand(args_.out, "out", {s_.tokens, s_.value_heads, s_.value_dim});
     norm_.weight = head_vector(args_.norm_weight, "norm_weight", s_.value_dim);
-    norm_.activation = gate_activation(args_.output_gate_activation, "output_gate_activation");
+    norm_.activation = gate_activation<GateActivation>(args_.output_gate_activation, "output_gate_activation");
     norm_.eps = static_cast<float>(non_negative(args_.norm_eps, "norm_eps"));
     params.norm = &norm_;
   }
@@ -131,7 +132,7 @@ class AttentionPlan {
       raise_value(cat({"slots: expected ", shape_text({count, "S"}), ", got ", describe(args_.slots)}));
     }
     const std::int64_t recorded =
-        has_records ? check_records(args_.records, args_.mixed_qkv, pool_size, s_, replay_.replay) : 0;
+        has_records ? set_records(args_.records, args_.mixed_qkv, pool_size, s_, replay_.replay) : 0;
     accepted_ =
         accepted_tokens(args_.num_accepted_tokens, "num_accepted_tokens", count, std::max(table_.columns, recorded));
     has_state_ = booleans(args_.has_initial_state, "has_initial_state", count);

@@ -16,23 +16,11 @@ MutableOperand record_operand(const TensorView& view, Name name, DType dtype) {
 
 }  // namespace
 
-std::int64_t check_records(const RecordTensors& records, const TensorView& activations, std::int64_t pool_size,
-                           const Sizes& s, Replay& replay) {
-  constexpr dlpack::DataType kFp32{dlpack::kFloat, 32, 1};
-  constexpr dlpack::DataType kInt32{dlpack::kInt, 32, 1};
-  check_exact(records.k, "records.k", activations.dl.dtype, {pool_size, "S", s.key_heads, s.key_dim});
-  const std::int64_t columns = records.k.size(1);
-  check_exact(records.u, "records.u", kFp32, {pool_size, columns, s.value_heads, s.value_dim});
-  check_exact(records.decay, "records.decay", kFp32, {pool_size, columns, s.value_heads});
-  check_exact(records.live, "records.live", kInt32, {pool_size});
+std::int64_t set_records(const RecordTensors& records, const TensorView& activations, std::int64_t pool_size,
+                         const Sizes& s, Replay& replay) {
+  const std::int64_t columns = check_records(records, activations, pool_size, s, check_exact);
   if (columns > kMaxRecords) decline(cat({"records: more than ", std::to_string(kMaxRecords), " a slot"}));
-  for (const auto& [view, name] : {std::pair{&records.k, "records.k"},
-                                   {&records.u, "records.u"},
-                                   {&records.decay, "records.decay"},
-                                   {&records.live, "records.live"}}) {
-    check_separate_elements(*view, name);
-  }
-  replay.k = record_operand(records.k, "records.k", *floating_dtype(records.k));
+  replay.k = record_operand(records.k, "records.k", *floating_dtype<DType>(records.k));
   replay.u = record_operand(records.u, "records.u", DType::kFloat32);
   replay.decay = record_operand(records.decay, "records.decay", DType::kFloat32);
   return columns;

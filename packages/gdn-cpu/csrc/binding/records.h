@@ -9,10 +9,6 @@
 
 namespace gdn::cpu {
 
-struct RecordTensors {
-  TensorView &k, &u, &decay, &live;
-};
-
 // Rows with one slot each, and the records of it. The vectors outlive the kernel.
 struct ReplayPlan {
   Replay replay;
@@ -24,8 +20,8 @@ struct ReplayPlan {
 };
 
 // Returns how many records a slot has room for. `activations` has the dtype of k.
-std::int64_t check_records(const RecordTensors& records, const TensorView& activations, std::int64_t pool_size,
-                           const Sizes& s, Replay& replay);
+std::int64_t set_records(const RecordTensors& records, const TensorView& activations, std::int64_t pool_size,
+                         const Sizes& s, Replay& replay);
 
 std::int32_t& live_records(const TensorView& live, std::int64_t slot);
 
