@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,7 +25,9 @@ CHUNK = 64
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
 _ACTIVATIONS = (None, "silu", "swish")
-_GATE_ACTIVATIONS = ("silu", "swish", "sigmoid")
+_GATE_ACTIVATIONS = ("silu", "swish", "sigmoid", "none")
+
+_reads_values: ContextVar[bool] = ContextVar("gdn_reads_values", default=True)
 
 
 def device_of(flat: Sequence[Any]) -> torch.device:
@@ -140,7 +144,7 @@ def dense_tensor(name: str, value: object, first: tuple[str, Tensor]) -> None:
 def _check_written(op: str, flat: Sequence[Any]) -> None:
     """Check what torch would complain about only when it writes: too late, with half of the outputs written."""
     for argument, value in zip(_arguments(op), flat, strict=True):
-        if not argument.is_written or value is None or not has_data(value):
+        if not argument.is_written or value is None or not _is_plain(value):
             continue
         separate_elements(argument.name, value)
         updatable(argument.name, value)
@@ -226,8 +230,23 @@ def updatable(name: str, value: Tensor) -> None:
         )
 
 
-def has_data(value: Tensor) -> bool:
+def _is_plain(value: Tensor) -> bool:
     return type(value) in (Tensor, torch.nn.Parameter) and value.device.type != "meta"
+
+
+def has_data(value: Tensor) -> bool:
+    """Tell whether there are values to look at, and checks may."""
+    return _is_plain(value) and _reads_values.get()
+
+
+@contextmanager
+def values_unread() -> Iterator[None]:
+    """Check shapes, dtypes and strides only: to read what lies on a device is to wait for it."""
+    token = _reads_values.set(False)
+    try:
+        yield
+    finally:
+        _reads_values.reset(token)
 
 
 def offsets(name: str, value: Tensor | None, total: int) -> None:
