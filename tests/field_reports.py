@@ -77,7 +77,7 @@ REPORTS = {
     "D07": Report("threads inside of threads", "chunk"),
     "D08": Report("two OpenMP runtimes in one process", "packages"),
     "D10": Report("states walked against their layout", "decode"),
-    "D11": Report("half precision slower than fp32", "chunk", TO_COME),
+    "D11": Report("half precision slower than fp32", "chunk"),
     "E01": Report("another version of torch", "packages"),
     "E03": Report("platforms and Pythons without wheels", "packages"),
     "E05": Report("no triton, no Linux", "core"),

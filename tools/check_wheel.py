@@ -49,6 +49,8 @@ PACKAGES = {
                 "rich>=13",
                 f'gdn-cpu=={{version}}; {_ON_OUR_MACHINES} and extra == "cpu"',
                 f'gdn-cuda=={{version}}; {_ON_OUR_MACHINES} and extra == "cuda"',
+                f'triton>=3.3; {_ON_OUR_MACHINES} and extra == "triton"',
+                f'fla-core>=0.6; {_ON_OUR_MACHINES} and extra == "triton"',
                 'transformers>=5.0; extra == "transformers"',
             }
         ),
@@ -59,7 +61,13 @@ PACKAGES = {
         max_size=8 * MIB,
         requirements=frozenset({"nanobind-backend>=1.0"}),
         entry_points=frozenset({("gdn_core.backends", "cpu = gdn_cpu:provider")}),
-        sdist_files=("CMakeLists.txt", "cmake/GdnIsa.cmake", "csrc/kernels/params.h", "csrc/binding/module.cpp"),
+        sdist_files=(
+            "CMakeLists.txt",
+            "cmake/GdnIsa.cmake",
+            "cmake/abi/decode_ops.h",
+            "csrc/kernels/params.h",
+            "csrc/binding/module.cpp",
+        ),
     ),
     "gdn_cuda": Expected(
         tag=r"cp310-abi3-(linux|manylinux_\d+_\d+)_(x86_64|aarch64)",
@@ -71,6 +79,7 @@ PACKAGES = {
             "architectures.txt",
             "device_code.py",
             "cmake/GdnPython.cmake",
+            "cmake/abi/decode_ops.h",
             "csrc/binding/module.cpp",
             "csrc/kernels/fused_decode.cu",
         ),

@@ -106,7 +106,11 @@ def normalized(x, NORMALIZE: tl.constexpr):
     return x
 
 
-@triton.jit
+# Sizes of a batch: a kernel for each would be compiled in the middle of serving.
+_SIZES = ("num_rows", "num_tokens", "num_columns", "num_slots", "null_slot")
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def decode_kernel(
     q, k, v, a, b, A_log, dt_bias, o, state, slots,
     accepted_tokens, cu_seqlens, row_indices, records_k, records_u, records_decay,
@@ -183,7 +187,7 @@ def decode_kernel(
             tl.store(state + source * state_slot + at_state, M.to(state.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def renew_records_kernel(
     k, slots, accepted_tokens, cu_seqlens, row_indices, records_k, records_u,
     records_decay, records_live, new_u, new_decay,
@@ -214,7 +218,7 @@ def renew_records_kernel(
         tl.store(records_live + slot * live_stride, length.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def norm_kernel(
     o, gate, weight, out, slots, accepted_tokens, cu_seqlens, row_indices,
     gate_token, gate_head, weight_stride, out_token, out_head, slots_row,
