@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import gdn_core
-from gdn_core import _dispatch, _registry, _validate
+from gdn_core import _dispatch, _log, _registry, _validate, triton_backend
 from gdn_core.testing import inputs, oracle
 
 FUSED_DECODE = "fused_gdn_decode_post_conv_mtp"
@@ -92,7 +92,7 @@ SHOW_BACKENDS = """
 
 def test_backends_names_each_backend_and_what_it_lacks():
     infos = gdn_core.backends()
-    assert [info.name for info in infos][:2] == ["cpu", "cuda"]
+    assert [info.name for info in infos][:3] == ["cpu", "cuda", "triton"]
     assert infos[-1].name == "reference"
     for info in infos:
         assert info.available == (info.reason is None), info
@@ -514,6 +514,84 @@ def test_GDN_DECODE_KERNEL_moves_only_the_fused_decode_off_cuda(monkeypatch, red
         explanation = gdn_core.explain(op, **on_meta(arguments))
         assert explanation.reasons["cuda"] == reason
     assert gdn_core.explain("rms_norm_gated", **on_meta(norm_call())).backend == "cuda"
+
+
+def with_triton(monkeypatch, ops):
+    """Let the backend `triton` have these kernels, of meta tensors."""
+    provider = FakeCuda()
+    provider.name, provider.ops = "triton", ops
+    info = _registry.BackendInfo("triton", "3.9.0", True)
+    monkeypatch.setattr(_registry, "_triton", lambda: _registry._Backend(info, provider))
+
+
+@pytest.mark.parametrize(
+    ("value", "takes", "chosen"),
+    [
+        ("", ("cuda", "triton"), "cuda"),
+        ("", ("triton",), "triton"),
+        ("triton", ("cuda", "triton"), "triton"),
+        ("triton", ("cuda",), None),
+        ("cuda", ("cuda", "triton"), "cuda"),
+        ("cuda", ("triton",), None),
+    ],
+    ids=str,
+)
+def test_GDN_DECODE_KERNEL_decides_between_two_kernels(monkeypatch, rediscover, caplog, value, takes, chosen):
+    """The one asked for runs, or the call raises its reason; by default the next one runs, which is logged once."""
+    runs = []
+
+    def kernel(name):
+        def run(*flat, dry_run=False):
+            if name not in takes:
+                raise NotImplementedError(f"{name} declines")
+            if not dry_run:
+                runs.append(name)
+
+        return run
+
+    cuda = FakeCuda()
+    cuda.ops = {FUSED_DECODE: kernel("cuda")}
+    with_triton(monkeypatch, {FUSED_DECODE: kernel("triton")})
+    monkeypatch.setenv("GDN_DECODE_KERNEL", value)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (FakeEntry(cuda),))
+    monkeypatch.setattr(_validate, "check", lambda *_: None)  # which has its own word on tensors without values
+    _log.forget()
+    rediscover()
+    arguments = on_meta(inputs.fused_decode_arguments([1, 2], 2, 1, 2, 8, 8)[0])
+    explanation = gdn_core.explain(FUSED_DECODE, **arguments)
+    assert explanation.backend == chosen
+    with caplog.at_level(logging.INFO, "gdn_core"):
+        for _ in range(2):
+            if chosen is None:
+                with pytest.raises(NotImplementedError, match=rf"GDN_DECODE_KERNEL={value}, .*{value} declines"):
+                    gdn_core.fused_gdn_decode_post_conv_mtp(**arguments)
+            else:
+                gdn_core.fused_gdn_decode_post_conv_mtp(**arguments)
+    assert runs == ([] if chosen is None else [chosen] * 2)
+    if value == "":
+        text = f"{FUSED_DECODE} runs on another backend than 'cuda': cuda declines"
+        assert [record.getMessage() for record in caplog.records].count(text) == (chosen == "triton")
+    else:
+        assert explanation.reasons[{"cuda": "triton", "triton": "cuda"}[value]] == f"GDN_DECODE_KERNEL={value}"
+
+
+def test_the_triton_backend_says_what_it_lacks(monkeypatch):
+    provider = triton_backend.provider
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert provider.availability() == "triton is not installed"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is built without CUDA" in provider.availability()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert provider.availability() == "torch finds no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert provider.availability() is None
+    monkeypatch.setattr(triton_backend, "_version", lambda distribution: None)
+    assert provider.details() == {
+        "fla-core": "not installed: prefill and its convolution run on the reference",
+        "causal-conv1d": "not installed: its convolutions run on the reference",
+    }
 
 
 @pytest.mark.parametrize("value", ["cuda", ""])

@@ -53,6 +53,25 @@ def test_a_level_is_used_only_where_all_that_it_needs_is_there(cpu_backend):
             assert next(x for x in levels if x.name == used).supported
 
 
+@pytest.mark.report("D11")
+@on("chunk_gated_delta_rule")
+def test_prefill_calls_nothing_of_torch_a_chunk(impl, op):
+    """bf16 costs what fp32 costs, a long prompt what a short one does: no conversions, no LAPACK, in any number."""
+    if not impl.is_native:
+        pytest.skip("the reference is made of torch's operations")
+    used = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens in (64, 512):
+            arguments = inputs.delta_rule_arguments([tokens], 2, 4, 128, 128, dtype=dtype)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                run(op, arguments)
+            names = {event.key: event.count for event in profile.key_averages()}
+            used[dtype, tokens] = {name: count for name, count in names.items() if name.startswith("aten::")}
+    assert used[torch.bfloat16, 512]  # outputs are allocated, and so are seen
+    assert len({tuple(sorted(counts.items())) for counts in used.values()}) == 1
+    assert all(name.startswith("aten::empty") for name in used[torch.bfloat16, 512]), used[torch.bfloat16, 512]
+
+
 EVERY_OP = """
     import json, sys
     import torch, gdn_core, gdn_cpu

@@ -7,8 +7,10 @@ import importlib.util
 import json
 
 import pytest
+import torch
 
 import cuda_emulator
+import triton_interpreter
 
 pytestmark = cuda_emulator.needs_linux
 
@@ -31,7 +33,7 @@ def test_the_golden_file_is_what_the_emulator_gives(gpu_check):
 def test_the_golden_file_has_every_kernel(gpu_check):
     names = list(json.loads(gpu_check.GOLDEN.read_text()))
     kernels = {(name.split("x")[0], *name.split()[2:]) for name in names}
-    assert len(kernels) == len(names) == 18
+    assert len(kernels) == len(names) == 27
 
 
 def test_checks_pass_on_the_emulator(gpu_check):
@@ -40,6 +42,16 @@ def test_checks_pass_on_the_emulator(gpu_check):
         assert list(gpu_check.check_golden("cpu")) == []
         assert list(gpu_check.check_float64("cpu")) == []
         assert list(gpu_check.check_exact("cpu", N=3)) == []
+
+
+@triton_interpreter.needs_triton
+def test_the_check_of_triton_passes_in_its_interpreter(gpu_check):
+    with triton_interpreter.forced():
+        assert list(gpu_check.check_exact("cpu", N=1, states=(torch.float32,))) == []
+
+
+def test_the_check_of_fla_core_passes_on_another_backend(gpu_check):
+    assert list(gpu_check.check_fla("cpu", "reference")) == []
 
 
 def test_checks_find_what_is_wrong(gpu_check, monkeypatch):

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check gdn-cuda on a GPU, and measure it, in about five minutes. Needs the wheels and torch, nothing else.
 
+What the backend ``triton`` runs is checked and timed beside it where triton and fla-core are installed.
+
     python tools/gpu_check.py                   # everything
     python tools/gpu_check.py golden exact      # some of it
     python tools/gpu_check.py --write-golden    # renew tools/gpu_golden.json, from the emulator (no GPU)
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -83,6 +86,26 @@ def golden_call(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, *,
     return arguments
 
 
+def golden_rows(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype) -> Arguments:
+    """Return a small call of fixed values whose rows have one slot each: one longer than what shared memory holds."""
+    H, HV, lengths = 1, 2, (10, 1, 2)
+    T = sum(lengths)
+    return {
+        "A_log": _values((HV,), 4, 2).float(),
+        "dt_bias": _values((HV,), 5).to(dtype),
+        "q": _values((1, T, H, K), 1).to(dtype),
+        "k": _values((1, T, H, K), 12).to(dtype),
+        "v": _values((1, T, HV, V), 13).to(dtype),
+        "a": _values((T, HV), 2, 3).to(dtype),
+        "b": _values((T, HV), 3, 3).to(dtype),
+        "initial_state_source": _values((3, HV, V, K), 6).to(state_dtype),
+        "initial_state_indices": torch.tensor([2, -1, 0], dtype=torch.int32),
+        "cu_seqlens": inputs.offsets(lengths),
+        "use_qk_l2norm_in_kernel": True,
+        "state_v_first": True,
+    }
+
+
 def moved(arguments: Arguments, device: str) -> Arguments:
     """Return the call with its tensors on a device."""
     result: Arguments = {}
@@ -100,6 +123,8 @@ def _parts(records: ReplayRecords) -> tuple[Tensor, ...]:
 
 def run(arguments: Arguments) -> tuple[Tensor, ...]:
     """Make a call, and return all that it wrote: the outputs, the pool, and records if there are any."""
+    if "q" in arguments:
+        return gdn_core.fused_sigmoid_gating_delta_rule_update(**arguments), arguments["initial_state_source"]
     records = arguments.get("records")
     out: Tensor = getattr(gdn_core, SLOTS if records is None else REPLAY)(**arguments)
     return (out, arguments["state"], *(() if records is None else _parts(records)))
@@ -117,9 +142,15 @@ def golden_cases() -> Iterator[tuple[str, Arguments]]:
     """Return the calls of the golden file by name: each kernel, with another dtype of activations each."""
     for i, (K, state_dtype, replay) in enumerate(product((64, 128, 256), FLOATS, (False, True))):
         V, dtype = (64, 128, 256)[(i + i // 3) % 3], FLOATS[i % 3]
-        form = "replay" if replay else "slots"
-        name = f"{K}x{V} {str(dtype).removeprefix('torch.')} {str(state_dtype).removeprefix('torch.')} {form}"
+        name = _name(K, V, dtype, state_dtype, "replay" if replay else "slots")
         yield name, golden_call(K, V, dtype, state_dtype, replay=replay)
+    for i, (K, state_dtype) in enumerate(product((64, 128, 256), FLOATS)):
+        V, dtype = (64, 128, 256)[(i + i // 3) % 3], FLOATS[i % 3]
+        yield _name(K, V, dtype, state_dtype, "rows"), golden_rows(K, V, dtype, state_dtype)
+
+
+def _name(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, form: str) -> str:
+    return f"{K}x{V} {str(dtype).removeprefix('torch.')} {str(state_dtype).removeprefix('torch.')} {form}"
 
 
 def golden_digests(device: str) -> dict[str, str]:
@@ -138,9 +169,11 @@ def check_golden(device: str) -> Iterator[str]:
             yield f"{name}: other bits than the emulator's"
 
 
-def check_float64(device: str) -> Iterator[str]:
+def check_float64(
+    device: str, activations: tuple[torch.dtype, ...] = FLOATS, states: tuple[torch.dtype, ...] = FLOATS
+) -> Iterator[str]:
     """Random inputs of the models' shapes, against float64."""
-    for seed, (replay, state_dtype, dtype) in enumerate(product((False, True), FLOATS, FLOATS)):
+    for seed, (replay, state_dtype, dtype) in enumerate(product((False, True), states, activations)):
         made, _ = inputs.fused_decode_arguments(
             (4, 1, 0, 2, 3), 4, 2, 4, 128, 128, accepted=(3, 1, 2, 0, 4), live=[4] * 5 if replay else None,
             replay=replay, dtype=dtype, state_dtype=state_dtype, seed=seed,
@@ -158,10 +191,10 @@ def check_float64(device: str) -> Iterator[str]:
             yield f"{what}: states off by {state_error:.1e}"
 
 
-def check_exact(device: str, N: int = 300) -> Iterator[str]:
+def check_exact(device: str, N: int = 300, states: tuple[torch.dtype, ...] = FLOATS) -> Iterator[str]:
     """Replay against several slots, and a large batch (whole heads a block) against two of its rows, by torch.equal."""
     S, HV = 4, 4
-    for state_dtype in FLOATS:
+    for state_dtype in states:
         shape = ([S] * N, S, 2, HV, 128, 128)
         options: Arguments = {"dtype": torch.bfloat16, "state_dtype": state_dtype}
         slots = moved(inputs.fused_decode_arguments(*shape, **options)[0], device)
@@ -190,6 +223,31 @@ def check_exact(device: str, N: int = 300) -> Iterator[str]:
                 few["cu_seqlens"] = slots["cu_seqlens"][:3]
                 if not torch.equal(run(few)[0], out[: 2 * S]):
                     yield f"state {state_dtype}: a row depends on its batch"
+
+
+def check_triton(device: str, backend: str = "triton", N: int = 20) -> Iterator[str]:
+    """The Triton kernels: against float64, and replay against several slots by torch.equal."""
+    with gdn_core.use_backend(backend):
+        yield from check_float64(device, activations=(torch.float32, torch.bfloat16), states=(torch.float32,))
+        yield from check_exact(device, N=N, states=(torch.float32,))
+
+
+def check_fla(device: str, backend: str = "triton") -> Iterator[str]:
+    """Packed prompts and their convolution on fla-core, from slots of a pool: against float64."""
+    rule = inputs.delta_rule_arguments((70, 0, 3, 128), 2, 4, 128, 128, dtype=torch.bfloat16, initial=False)
+    pool = inputs.normal((6, 4, 128, 128), _generator("cpu", 1), torch.float32)
+    rule |= {"initial_state": pool, "output_final_state": False, "state_indices": torch.tensor([4, 0, -1, 2])}
+    wide = to_float64(rule)
+    expected, _ = oracle.chunk_gated_delta_rule(**wide)
+    on_device = moved(rule, device)
+    with gdn_core.use_backend(backend):
+        o, _ = gdn_core.chunk_gated_delta_rule(**on_device)
+    error = packed_relative_error(o.cpu(), expected, rule["cu_seqlens"])
+    if not error <= tolerance("chunk", torch.bfloat16):
+        yield f"prefill: outputs off by {error:.1e}"
+    state_error = relative_error(on_device["initial_state"].cpu(), wide["initial_state"], (2, 3))
+    if not state_error <= tolerance("chunk", torch.bfloat16):
+        yield f"prefill: states off by {state_error:.1e}"
 
 
 def _generator(device: str, seed: int) -> torch.Generator:
@@ -292,6 +350,48 @@ def time_calls(device: str) -> None:
         print(f"    {HV:2} {S:2} {N:6}  {name:9}  {form:6} {us:9.2f}   {share:6.1%}", flush=True)
 
 
+def time_triton(device: str) -> None:
+    """Print microseconds of a step on the Triton kernels, and of the nearest that fla-core has: no rollback, one state
+    written a row, the states given packed, the norm a launch of its own."""
+    chain = importlib.util.find_spec("fla") is not None
+    print("    HV  S  batch  state         triton us   fla us" + ("" if chain else " (fla-core is not installed)"))
+    for HV, S, N, state_dtype in product((16, 32, 64), (1, 4), (1, 16, 256), FLOATS[:2]):
+        with gdn_core.use_backend("triton"):
+            ours = _microseconds([_timed_call(device, HV, S, N, state_dtype, replay=False) for _ in range(2)])
+        theirs = _microseconds([_fla_chain(device, HV, S, N, state_dtype)] * 2) if chain else float("nan")
+        name = str(state_dtype).removeprefix("torch.")
+        print(f"    {HV:2} {S:2} {N:6}  {name:9} {ours:12.2f} {theirs:8.2f}", flush=True)
+
+
+def _fla_chain(device: str, HV: int, S: int, N: int, state_dtype: torch.dtype) -> Callable[[], object]:
+    rule = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+    norm = importlib.import_module("fla.modules.norm.fused_norm_gate").rms_norm_gated
+    H, K, T = 16, 128, N * S
+    options: Arguments = {"dtype": torch.bfloat16, "device": device}
+    q, k = (torch.randn(1, T, H, K, **options) for _ in range(2))
+    v, gate = (torch.randn(1, T, HV, K, **options) for _ in range(2))
+    arguments: Arguments = {
+        "g": torch.randn(1, T, HV, **options),
+        "beta": torch.randn(1, T, HV, **options),
+        "A_log": torch.zeros(HV, device=device),
+        "dt_bias": torch.ones(HV, device=device),
+        "initial_state": torch.zeros(N, HV, K, K, dtype=state_dtype, device=device),
+        "cu_seqlens": torch.arange(0, T + 1, S, device=device),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "state_v_first": True,
+    }
+    weight = torch.ones(K, device=device)
+
+    def run_chain() -> object:
+        o, _ = rule(q, k, v, **arguments)
+        return norm(o, gate, weight, None, eps=1e-6)
+
+    return run_chain
+
+
 def _timed_call(
     device: str, HV: int, S: int, N: int, state_dtype: torch.dtype, *, replay: bool
 ) -> Callable[[], object]:
@@ -330,6 +430,11 @@ CHECKS: dict[str, Callable[[str], Iterator[str]]] = {
     "compile": check_compile,
     "sanitizer": check_sanitizer,
 }
+# Of the backend `triton`, and what each needs.
+TRITON_CHECKS: dict[str, tuple[Callable[[str], Iterator[str]], str]] = {
+    "triton": (check_triton, "triton"),
+    "fla": (check_fla, "fla"),
+}
 
 
 def write_golden() -> None:
@@ -342,7 +447,8 @@ def write_golden() -> None:
 def main() -> int:
     """Run the checks asked for, all by default, and print what each found."""
     parser = argparse.ArgumentParser(description="Check gdn-cuda on a GPU, and measure it.")
-    parser.add_argument("names", nargs="*", choices=[[], *CHECKS, "time"], help="all of them by default")
+    names = [*CHECKS, *TRITON_CHECKS, "time"]
+    parser.add_argument("names", nargs="*", choices=[[], *names], help="all of them by default")
     parser.add_argument("--write-golden", action="store_true", help="renew the golden file, without a GPU")
     options = parser.parse_args()
     if options.write_golden:
@@ -350,19 +456,29 @@ def main() -> int:
         return 0
     print(torch.cuda.get_device_name(), "| torch", torch.__version__)
     gdn_core.use_backend("cuda")
-    failed = False
-    for name, check in CHECKS.items():
-        if options.names and name not in options.names:
-            continue
-        problems = list(check("cuda:0"))
-        failed = failed or bool(problems)
-        print(f"{name}: {'FAILED' if problems else 'ok'}", flush=True)
-        for problem in problems:
-            print(f"    {problem}")
-    if not options.names or "time" in options.names:
+    wanted = options.names or names
+    has_triton = next(info for info in gdn_core.backends() if info.name == "triton").available
+    checks = dict(CHECKS)
+    for name, (check, module) in TRITON_CHECKS.items():
+        if has_triton and importlib.util.find_spec(module) is not None:
+            checks[name] = check
+        elif name in wanted:
+            print(f"{name}: not run, {module} is not installed")
+    results = [_passes(name, checks[name]) for name in names if name in wanted and name in checks]
+    if "time" in wanted:
         print("time:")
         time_calls("cuda:0")
-    return 1 if failed else 0
+        if has_triton:
+            time_triton("cuda:0")
+    return 0 if all(results) else 1
+
+
+def _passes(name: str, check: Callable[[str], Iterator[str]]) -> bool:
+    problems = list(check("cuda:0"))
+    print(f"{name}: {'FAILED' if problems else 'ok'}", flush=True)
+    for problem in problems:
+        print(f"    {problem}")
+    return not problems
 
 
 if __name__ == "__main__":

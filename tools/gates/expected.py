@@ -28,7 +28,7 @@ class Expected:
 
 
 # What CMake reads by names that it puts together; files that are included by name are found without a list.
-_CMAKE = ("CMakeLists.txt", "cmake/GdnProject.cmake", "cmake/GdnPython.cmake", "cmake/exports.map", "cmake/abi/check.h")
+_CMAKE = ("CMakeLists.txt", "cmake/GdnProject.cmake", "cmake/GdnPython.cmake", "cmake/exports.map", "cmake/abi/decode_ops.h")
 
 PACKAGES = {
     "gdn_core": Expected(
@@ -40,6 +40,8 @@ PACKAGES = {
                 "rich>=13",
                 f'gdn-cpu=={{version}}; {_ON_OUR_MACHINES} and extra == "cpu"',
                 f'gdn-cuda=={{version}}; {_ON_OUR_MACHINES} and extra == "cuda"',
+                f'triton>=3.3; {_ON_OUR_MACHINES} and extra == "triton"',
+                f'fla-core>=0.6; {_ON_OUR_MACHINES} and extra == "triton"',
                 'transformers>=5.0; extra == "transformers"',
             }
         ),

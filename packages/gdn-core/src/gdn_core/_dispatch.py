@@ -144,8 +144,9 @@ def _declines(name: str, op: str) -> str | None:
     if not info.available:
         return info.reason
     provider = _registry.provider(name)
-    if name == "cuda" and op in _FUSED_DECODE and _registry.settings().decode_kernel == "triton":
-        return "GDN_DECODE_KERNEL=triton"
+    asked_for = _decode_kernel(op)
+    if name in _registry.DECODE_KERNELS and asked_for not in (None, name):
+        return f"GDN_DECODE_KERNEL={asked_for}"
     if provider is not None and op not in provider.ops:
         return f"has no kernel for {op}"
     return None
@@ -221,6 +222,25 @@ def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
     run_on_backend(op, flat)
 
 
+def run_at_once(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> bool:
+    """Run an op that is made of others where the native CPU backend may and can take it whole; say whether it has."""
+    if not getattr(like, "is_cpu", False):
+        return False
+    here = _forced_here.get()
+    table = _fast.get(_default if here is None else here)
+    kernel = (_fast_table() if table is None else table).get(op)
+    if kernel is None:
+        return False
+    try:
+        kernel(*flat)
+    except NotImplementedError:
+        return False
+    if not _inference_mode():
+        _mark_written(op, flat)
+    _record(op, "cpu")
+    return True
+
+
 def is_traced() -> bool:
     """Tell whether a tracer, a mode or a functorch transform has to see a call as one op."""
     if _is_compiling():
@@ -251,35 +271,46 @@ def run_on_backend(op: str, flat: Sequence[Any]) -> None:
         _record(op, forced)
         return
     if forced == _AUTOMATIC:
+        declined: dict[str, str] = {}
         for name in _registry.loaded():
             reason = _try(name, op, flat, device, dry_run=False)
             if reason is None:
+                _explain_fallback(op, declined, device, name)
                 _record(op, name)
                 return
-            if _insists_on_cuda(op, name, device):
+            if _insists_on(name, op, device):
                 _validate.check(op, flat)
-                raise NotImplementedError(f"{op}: GDN_DECODE_KERNEL=cuda, but its kernel cannot run this: {reason}")
-            _explain_fallback(op, name, device, reason)
+                raise NotImplementedError(f"{op}: GDN_DECODE_KERNEL={name}, but its kernel cannot run this: {reason}")
+            declined[name] = reason
+        _explain_fallback(op, declined, device, _registry.REFERENCE)
     _validate.check(op, flat)
     reference_kernels[op](*flat)
     _record(op, _registry.REFERENCE)
 
 
-def _insists_on_cuda(op: str, name: str, device: torch.device) -> bool:
+def _decode_kernel(op: str) -> str | None:
+    """Return what GDN_DECODE_KERNEL asks for, of the operations that it is about."""
+    return _registry.settings().decode_kernel if op in _FUSED_DECODE else None
+
+
+def _insists_on(name: str, op: str, device: torch.device) -> bool:
     """Tell whether ``name`` is the only backend that may run a fused decode step on this device."""
-    is_asked_for = name == "cuda" and op in _FUSED_DECODE and _registry.settings().decode_kernel == "cuda"
-    return is_asked_for and device.type != "cpu"
+    return _decode_kernel(op) == name and device.type != "cpu"
 
 
-def _explain_fallback(op: str, name: str, device: torch.device, reason: str) -> None:
-    """Say once why ``name`` did not run the call, where a user may have expected it to."""
-    info = _registry.info(name)
-    if not info.available:
-        if name == device.type:
+def _explain_fallback(op: str, declined: dict[str, str], device: torch.device, ran_on: str) -> None:
+    """Say once why a backend did not run the call, where a user may have expected it to."""
+    for name, reason in declined.items():
+        info = _registry.info(name)
+        if info.available:
+            if _wrong_device(name, device) is None:
+                log_once(logging.INFO, f"{op} runs on another backend than {name!r}: {reason}")
+        elif name == device.type:
             remedy = f" To make it fast: {info.install}" if info.install else ""
-            log_once(logging.WARNING, f"gdn runs on the slow reference: backend {name!r}: {info.reason}.{remedy}")
-    elif _wrong_device(name, device) is None:
-        log_once(logging.INFO, f"{op} runs on another backend than {name!r}: {reason}")
+            if ran_on == _registry.REFERENCE:
+                log_once(logging.WARNING, f"gdn runs on the slow reference: backend {name!r}: {info.reason}.{remedy}")
+            else:
+                log_once(logging.INFO, f"gdn runs on {ran_on!r}: backend {name!r}: {info.reason}.{remedy}")
 
 
 def _record(op: str, backend: str) -> None:
@@ -430,8 +461,11 @@ def _explain(call: _Intercepted) -> Explanation:
             name: reason or (None if name == forced else f"{forced!r} is forced") for name, reason in reasons.items()
         }
     else:
-        insists = reasons.get("cuda") is not None and _insists_on_cuda(call.op, "cuda", device)
-        chosen = None if insists else next((name for name, reason in reasons.items() if reason is None), None)
+        asked_for = _decode_kernel(call.op)
+        if asked_for is not None and _insists_on(asked_for, call.op, device) and reasons[asked_for] is not None:
+            chosen = None
+        else:
+            chosen = next((name for name, reason in reasons.items() if reason is None), None)
     return Explanation(call.op, chosen, reasons)
 
 

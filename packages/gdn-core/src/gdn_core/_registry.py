@@ -24,7 +24,7 @@ DECODE_KERNELS = ("cuda", "triton")
 
 # Every environment variable that gdn reads: what to set it to, and what that does.
 ENVIRONMENT = {
-    "GDN_BACKEND": ("NAME", "force a backend: cpu, cuda, reference"),
+    "GDN_BACKEND": ("NAME", "force a backend: cpu, cuda, triton, reference"),
     "GDN_CPU_ISA": ("LEVEL", "cap gdn-cpu's instruction-set level (`gdn info` lists them)"),
     "GDN_CPU_GEMM": ("ENGINE", "force what multiplies bf16 in gdn-cpu's chunked prefill (`gdn info` names it)"),
     "GDN_DECODE_KERNEL": ("NAME", "insist on what runs the fused decode on CUDA: cuda or triton"),
@@ -36,6 +36,7 @@ ENVIRONMENT = {
 
 # Our own backends: distribution, extra of gdn-core, and the machines that its wheels exist for.
 _OWN = {"cpu": ("gdn-cpu", "cpu"), "cuda": ("gdn-cuda", "cuda")}
+TRITON = "triton"  # in gdn-core itself, over libraries of others
 _WHEEL_MACHINES = ("x86_64", "aarch64")
 
 
@@ -183,9 +184,21 @@ def _cut_short(dist: importlib.metadata.Distribution | None) -> Path | None:
     return None
 
 
+def _triton() -> _Backend:
+    from .triton_backend import provider
+
+    reason = provider.availability()
+    if reason is not None:
+        install = None if provider.version else f'pip install "gdn-core[triton]=={core_version()}"'
+        return _unavailable(TRITON, provider.version or None, reason, install)
+    info = BackendInfo(TRITON, provider.version, True, level=provider.level(), details=provider.details())
+    return _Backend(info, provider)
+
+
 def _discover() -> dict[str, _Backend]:
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
     backends = {name: _load(found.pop(name)) if name in found else _missing(name) for name in _OWN}
+    backends[TRITON] = _triton()
     backends.update({name: _load(entry) for name, entry in sorted(found.items())})
     return backends
 

@@ -643,7 +643,7 @@ def causal_conv1d_update(
     y = _like_in_memory("x", x) if out is None else out
     flat = (
         x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices, num_accepted_tokens,
-        query_start_loc, null_slot, y,
+        query_start_loc, null_slot, None, y,
     )  # fmt: skip
     if _grad_enabled():
         inputs = (x, conv_state, weight, bias, y)
@@ -670,7 +670,7 @@ def rms_norm_gated(
         x, gate: [..., V], fp32, bf16 or fp16, any strides.
         weight: [V].
         eps: added to the mean square.
-        activation: ``"silu"``, ``"swish"`` (the same) or ``"sigmoid"``.
+        activation: ``"silu"``, ``"swish"`` (the same), ``"sigmoid"`` or ``"none"``, which does not read the gate.
         out: [..., V], any activation dtype, written instead of a new tensor; may be x or gate.
 
     Returns:
@@ -730,7 +730,7 @@ def fused_gdn_decode_post_conv_mtp(
         out: [T, HV, V], any activation dtype, written instead of a new tensor.
         scale: of the output before the norm, K ** -0.5 by default.
         norm_eps: eps of the gated norm.
-        output_gate_activation: ``"silu"``, ``"swish"`` or ``"sigmoid"``.
+        output_gate_activation: ``"silu"``, ``"swish"``, ``"sigmoid"`` or ``"none"``, which does not read the gate.
         num_key_heads: H; by default it follows from C, HV, V and ``head_k_dim``.
         head_k_dim: K.
 
@@ -748,7 +748,8 @@ def fused_gdn_decode_post_conv_mtp(
     y = _fused_output(output_gate, mixed_qkv) if out is None else out
     flat = (
         mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate,
-        norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first, null_slot, y,
+        norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first, null_slot, None,
+        y,
     )  # fmt: skip
     if _grad_enabled():
         inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, y)
@@ -807,7 +808,7 @@ def fused_gdn_decode_post_conv_mtp_replay(
     flat = (
         mixed_qkv, a, b, A_log, dt_bias, slot_indices, *parts, cu_seqlens, num_accepted_tokens,
         state, output_gate, norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim,
-        state_v_first, null_slot, y,
+        state_v_first, null_slot, None, y,
     )  # fmt: skip
     if _grad_enabled():
         inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, *parts, y)

@@ -1,44 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/chunked.h"
 
+#include <algorithm>
 #include <cstddef>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "runtime/chunk_plan.h"
 #include "runtime/openblas.h"
 #include "runtime/parallel.h"
 #include "runtime/team.h"
+#include "runtime/thread_memory.h"
 
 namespace gdn::cpu {
 namespace {
-
-struct FreeDeleter {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-// Memory that one thread keeps from call to call, as large as it ever needed.
-class ThreadMemory {
- public:
-  void* at_least(std::int64_t bytes) {
-    if (bytes > size_) {
-      const auto alignment = static_cast<std::int64_t>(kScratchAlignment);
-      const std::int64_t rounded = (bytes + alignment - 1) / alignment * alignment;
-      memory_.reset();
-      memory_.reset(std::aligned_alloc(kScratchAlignment, static_cast<std::size_t>(rounded)));
-      if (memory_ == nullptr) std::abort();  // in a parallel region: nothing sensible is left to do
-      size_ = rounded;
-    }
-    return memory_.get();
-  }
-
- private:
-  std::unique_ptr<void, FreeDeleter> memory_;
-  std::int64_t size_ = 0;
-};
 
 ThreadMemory& workspace_memory() {
   thread_local ThreadMemory memory;
@@ -119,8 +97,8 @@ struct Tail {
 class ChunkedCall {
  public:
   ChunkedCall(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
-              const Indices& sequences, int threads)
-      : table_(table), chunk_(chunk), params_(params), sequences_(sequences) {
+              const Indices& sequences, int threads, const ChunkCompanions& companions)
+      : table_(table), chunk_(chunk), params_(params), sequences_(sequences), companions_(companions) {
     ChunkWork work{.lengths = {},
                    .num_key_heads = params.num_key_heads,
                    .num_value_heads = params.num_value_heads,
@@ -130,6 +108,7 @@ class ChunkedCall {
                    .threads = threads};
     for (const std::int64_t sequence : sequences) work.lengths.push_back(sequence_length(params, sequence));
     plan_ = plan_chunks(work);
+    if (threads > 1 && !companions.before.empty()) cut_chains();
     if (plan_.turn_tokens > 0) {
       carried_.resize(sequences.size() * static_cast<std::size_t>(params.num_value_heads * head_size()));
     }
@@ -137,10 +116,43 @@ class ChunkedCall {
   }
 
   int useful_threads(int threads) const {
+    if (!companions_.before.empty()) return threads;
     return static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(threads), plan_.chains.size()));
   }
 
+  // Other work that waits for memory more than it computes is begun by few threads, while the others compute.
   void run_share() {
+    constexpr int kThreadsAStream = 4;
+    const bool streams = thread_number() % kThreadsAStream == 0;
+    if (streams) run_companions();
+    run_turns();
+    if (!streams) run_companions();
+  }
+
+  // What no turn could do alone.
+  void finish(int threads) const {
+    if (companions_.norm == nullptr) return;
+    for (const ChunkChain& chain : plan_.chains) {
+      if (has_all_columns(chain) || chain.v_begin > 0) continue;
+      const RmsNormGatedParams norm = norm_of(chain, 0, chain.length);
+      run_rms_norm_gated(table_, norm, norm.sizes[2] * norm.sizes[3], threads);
+    }
+  }
+
+ private:
+  void run_companions() {
+    for (RecurrenceWork* work : companions_.before) work->run_share();
+  }
+
+  // Threads that come late find turns left, of at least two chunks.
+  void cut_chains() {
+    if (plan_.turn_tokens > 0 || plan_.chains.empty()) return;
+    constexpr std::int64_t kTurns = 4;
+    const std::int64_t chunks = (plan_.chains.front().length + kChunkTokens - 1) / kChunkTokens;
+    plan_.turn_tokens = std::max<std::int64_t>(2, (chunks + kTurns - 1) / kTurns) * kChunkTokens;
+  }
+
+  void run_turns() {
     ChunkQueue::Turn turn{};
     for (bool has_turn = next(nullptr, turn); has_turn;) {
       run(turn);
@@ -149,7 +161,33 @@ class ChunkedCall {
     }
   }
 
- private:
+  bool has_all_columns(const ChunkChain& chain) const { return chain.v_end - chain.v_begin == params_.value_dim; }
+
+  // Tokens [begin, end) of a chain's sequence, for its heads.
+  RmsNormGatedParams norm_of(const ChunkChain& chain, std::int64_t begin, std::int64_t end) const {
+    RmsNormGatedParams norm = *companions_.norm;
+    const std::int64_t sequence = sequences_[static_cast<std::size_t>(chain.sequence)];
+    const std::int64_t token = params_.token_offsets[sequence] + begin;
+    const auto advance_rows = [&](auto*& data, const Rows& rows) {
+      const std::int64_t index = token * rows.strides[2] + chain.head_begin * rows.strides[3];
+      const std::int64_t bytes = index * element_size(rows.dtype);
+      data = reinterpret_cast<std::remove_reference_t<decltype(data)>>(reinterpret_cast<std::uintptr_t>(data) +
+                                                                       static_cast<std::uintptr_t>(bytes));
+    };
+    advance_rows(norm.x, norm.x_rows);
+    advance_rows(norm.gate, norm.gate_rows);
+    advance_rows(norm.out, norm.out_rows);
+    norm.sizes[2] = end - begin;
+    norm.sizes[3] = chain.head_end - chain.head_begin;
+    return norm;
+  }
+
+  void norm(const ChunkChain& chain, const ChunkQueue::Turn& turn) const {
+    if (companions_.norm == nullptr || !has_all_columns(chain)) return;
+    const RmsNormGatedParams norm = norm_of(chain, turn.token_begin, turn.token_end);
+    table_.rms_norm_gated(norm, 0, norm.sizes[2] * norm.sizes[3]);
+  }
+
   std::int64_t head_size() const { return params_.key_dim * params_.value_dim; }
 
   bool next(const ChunkQueue::Turn* previous, ChunkQueue::Turn& turn) {
@@ -183,6 +221,7 @@ class ChunkedCall {
     if (chunks_end < chain.length) task.carried_out = carried(chain);
     if (turn.token_begin < chunks_end) run_task(task);
     if (has_tail) run_tail(task, chunks_end, tail, carried(chain));
+    norm(chain, turn);
   }
 
   void run_task(const ChunkTask& task) {
@@ -210,6 +249,7 @@ class ChunkedCall {
   const ChunkKernel& chunk_;
   const RecurrenceParams& params_;
   const Indices& sequences_;
+  const ChunkCompanions& companions_;
   ChunkPlan plan_;
   std::vector<float> carried_;  // [sequences, HV, K, V]
   std::mutex mutex_;
@@ -219,18 +259,19 @@ class ChunkedCall {
 }  // namespace
 
 void run_chunked(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
-                 const Indices& live, int num_threads) {
+                 const Indices& live, int num_threads, const ChunkCompanions& companions) {
   Indices shorts, longs;
   for (const std::int64_t sequence : live) {
     (sequence_length(params, sequence) < chunk.shortest ? shorts : longs).push_back(sequence);
   }
   run_recurrence(table, params, shorts, num_threads);
   if (longs.empty() || params.num_value_heads == 0) return;
-  ChunkedCall call(table, chunk, params, longs, num_threads);
+  ChunkedCall call(table, chunk, params, longs, num_threads, companions);
   std::optional<SerialOpenBlas> serial;
   if (chunk.calls_blas) serial.emplace();
   run_team(
       call.useful_threads(num_threads), [](void* context) { static_cast<ChunkedCall*>(context)->run_share(); }, &call);
+  call.finish(num_threads);
 }
 
 }  // namespace gdn::cpu
