@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from devkit import aarch64, environment, system, wheels
 from devkit.console import ROOT, Problem, Stages, Unavailable, check, explain, run, say

@@ -28,7 +28,13 @@ class Expected:
 
 
 # What CMake reads by names that it puts together; files that are included by name are found without a list.
-_CMAKE = ("CMakeLists.txt", "cmake/GdnProject.cmake", "cmake/GdnPython.cmake", "cmake/exports.map", "cmake/abi/decode_ops.h")
+_CMAKE = (
+    "CMakeLists.txt",
+    "cmake/GdnProject.cmake",
+    "cmake/GdnPython.cmake",
+    "cmake/exports.map",
+    "cmake/abi/decode_ops.h",
+)
 
 PACKAGES = {
     "gdn_core": Expected(
