@@ -16,7 +16,9 @@ counts as baseline: an inline function of which an AVX-512 copy was kept is foun
 """
 
 import argparse
+import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,8 +151,13 @@ def _levels(path: Path) -> tuple[tuple[str, ...], dict[str, re.Pattern[str]]]:
 
 
 def objdump_for(path: Path) -> str:
-    """Return the name of an objdump that reads this object."""
-    return "objdump" if machine(path) == "x86" else "aarch64-linux-gnu-objdump"
+    """Return the name of an objdump that reads this file."""
+    processor = {"x86": "x86_64", "arm": "aarch64"}[machine(path)]
+    name = "objdump" if processor == platform.machine() else f"{processor}-linux-gnu-objdump"
+    if shutil.which(name) is None:
+        package = "binutils" if name == "objdump" else f"binutils-{processor.replace('_', '-')}-linux-gnu"
+        raise SystemExit(f"{name}, which reads {path.name}, is not here. Debian, Ubuntu: apt install {package}")
+    return name
 
 
 def check_objects(folder: Path) -> int:
