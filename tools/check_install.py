@@ -10,11 +10,13 @@ borrowed from the Python that runs this, since installing torch a dozen times ta
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from devkit.console import Problem
 from installs.environment import Failure, borrow_third_party
 from installs.pythons import other_pythons
 from installs.scenarios import SCENARIOS, Context
@@ -38,7 +40,7 @@ def main() -> int:
             print(f"== {title}: {scenario.__doc__}", flush=True)
             try:
                 scenario(context)
-            except Failure as failure:
+            except (Failure, Problem, subprocess.CalledProcessError) as failure:
                 failed.append(title)
                 print(f"FAILED: {failure}", file=sys.stderr, flush=True)
             print(f"    {time.monotonic() - start:.0f} s", flush=True)

@@ -60,14 +60,12 @@ def cpu(context: Context) -> None:
     environment.install(context.requirement("[cpu]"))
     environment.test(*own_tests("gdn-core", "gdn-cpu"))
     _break_and_repair(environment)
-    environment.pip("uninstall", "--quiet", "--yes", "gdn-cpu", "nanobind-backend")
+    environment.pip("uninstall", "--quiet", "--yes", "gdn-cpu")
     left = environment.files() - alone
     expect("uninstalling gdn-cpu leaves nothing behind", not left, left)
     environment.test(*own_tests("gdn-core"))
     environment.pip("uninstall", "--quiet", "--yes", "gdn-core")
-    ours = [
-        path for path in environment.files() if "gdn" in path.as_posix().removeprefix(environment.folder.as_posix())
-    ]
+    ours = [path for path in environment.files() if "gdn" in path.as_posix()]
     expect("uninstalling gdn-core leaves nothing behind", not ours, ours)
 
 
@@ -75,9 +73,7 @@ def _break_and_repair(environment: Environment) -> None:
     module = environment.site_packages / "gdn_cpu" / "_C.abi3.so"
     module.write_bytes(module.read_bytes()[:100_000])
     info = environment.info()["cpu"]
-    expect(
-        "a truncated module is named, and not loaded", not info["available"] and "_C.abi3.so" in info["reason"], info
-    )
+    expect(f"gdn info: {info['reason']}", not info["available"] and "_C.abi3.so" in info["reason"], info)
     environment.test(*own_tests("gdn-core"))
     _follow(environment, info["install"])
 
