@@ -108,7 +108,7 @@ def build() -> None:
         say(f"sdist and wheel of {package}")
         wheels.make_wheel(wheels.make_sdist(package, DIST), DIST, WHEEL_BUILD / package)
     if NATIVE_PACKAGES:
-        _add_arm_wheels()
+        _add_arm_wheels(DIST)
     check([PYTHON, "tools/check_version.py", *sorted(DIST.iterdir())])
     check([PYTHON, "tools/check_wheel.py", *sorted(DIST.iterdir())])
     if NATIVE_PACKAGES:
@@ -116,12 +116,12 @@ def build() -> None:
         _check_device_code()
 
 
-def _add_arm_wheels() -> None:
+def _add_arm_wheels(folder: Path) -> None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return
     try:
         for wheel in aarch64.wheels(device_code=WHEEL_BUILD / "gdn-cuda" / "objects"):
-            shutil.copy(wheel, DIST)
+            shutil.copy(wheel, folder)
     except Unavailable as reason:
         explain(reason)
         say("no wheels for 64-bit Arm")
