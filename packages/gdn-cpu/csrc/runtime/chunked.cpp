@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/chunked.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
@@ -8,7 +9,6 @@
 #include <optional>
 #include <vector>
 
-#include "runtime/chunk_plan.h"
 #include "runtime/openblas.h"
 #include "runtime/parallel.h"
 #include "runtime/team.h"
@@ -115,6 +115,27 @@ struct Tail {
   }
 };
 
+// What a thread keeps for the heads and columns of one chain.
+std::int64_t workspace_bytes(const ChunkKernel& chunk, std::int64_t key_dim, const ChunkChain& chain) {
+  return chunk.workspace_bytes(key_dim, chain.v_end - chain.v_begin, chain.head_end - chain.head_begin);
+}
+// Whether its last tokens are too few for a chunk.
+bool has_tail(const ChunkKernel& chunk, const ChunkChain& chain) {
+  const std::int64_t tail = chain.length % kChunkTokens;
+  return tail > 0 && tail < chunk.shortest;
+}
+// The states of its heads, before a tail; between turns they are in memory of the call.
+std::int64_t carried_floats(const ChunkPlan& plan, std::int64_t head_size, const ChunkChain& chain) {
+  return plan.turn_tokens > 0 ? 0 : (chain.head_end - chain.head_begin) * head_size;
+}
+std::int64_t shared_floats(const ChunkPlan& plan, const ChunkWork& work) {
+  if (plan.turn_tokens == 0) return 0;
+  return static_cast<std::int64_t>(work.lengths.size()) * work.num_value_heads * work.key_dim * work.value_dim;
+}
+std::size_t useful_threads(const ChunkPlan& plan, int threads) {
+  return std::min<std::size_t>(static_cast<std::size_t>(threads), plan.chains.size());
+}
+
 // One call: who has run what of it, and the states between turns.
 class ChunkedCall {
  public:
@@ -130,15 +151,11 @@ class ChunkedCall {
                    .threads = threads};
     for (const std::int64_t sequence : sequences) work.lengths.push_back(sequence_length(params, sequence));
     plan_ = plan_chunks(work);
-    if (plan_.turn_tokens > 0) {
-      carried_.resize(sequences.size() * static_cast<std::size_t>(params.num_value_heads * head_size()));
-    }
+    carried_.resize(static_cast<std::size_t>(shared_floats(plan_, work)));
     queue_ = std::make_unique<ChunkQueue>(plan_);
   }
 
-  int useful_threads(int threads) const {
-    return static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(threads), plan_.chains.size()));
-  }
+  const ChunkPlan& plan() const { return plan_; }
 
   void run_share() {
     ChunkQueue::Turn turn{};
@@ -160,7 +177,7 @@ class ChunkedCall {
   // Where the state of a chain's heads is between its turns, or before its tail.
   float* carried(const ChunkChain& chain) {
     if (plan_.turn_tokens == 0) {
-      const std::int64_t floats = (chain.head_end - chain.head_begin) * head_size();
+      const std::int64_t floats = carried_floats(plan_, head_size(), chain);
       return static_cast<float*>(carried_memory().at_least(floats * static_cast<std::int64_t>(sizeof(float))));
     }
     return carried_.data() + (chain.sequence * params_.num_value_heads + chain.head_begin) * head_size();
@@ -169,8 +186,8 @@ class ChunkedCall {
   void run(const ChunkQueue::Turn& turn) {
     const ChunkChain& chain = plan_.chains[turn.chain];
     const std::int64_t tail = chain.length % kChunkTokens;
-    const bool has_tail = turn.token_end == chain.length && tail > 0 && tail < chunk_.shortest;
-    const std::int64_t chunks_end = has_tail ? chain.length - tail : turn.token_end;
+    const bool ends_in_tail = turn.token_end == chain.length && has_tail(chunk_, chain);
+    const std::int64_t chunks_end = ends_in_tail ? chain.length - tail : turn.token_end;
     ChunkTask task{.sequence = sequences_[static_cast<std::size_t>(chain.sequence)],
                    .head_begin = chain.head_begin,
                    .head_end = chain.head_end,
@@ -181,17 +198,12 @@ class ChunkedCall {
                    .blas = &openblas()};
     if (turn.token_begin > 0) task.carried_in = carried(chain);
     if (chunks_end < chain.length) task.carried_out = carried(chain);
-    if (turn.token_begin < chunks_end) run_task(task);
-    if (has_tail) run_tail(task, chunks_end, tail, carried(chain));
+    void* workspace = workspace_memory().at_least(workspace_bytes(chunk_, params_.key_dim, chain));
+    if (turn.token_begin < chunks_end) chunk_.run(params_, task, workspace);
+    if (ends_in_tail) run_tail(task, chunks_end, tail, carried(chain), workspace);
   }
 
-  void run_task(const ChunkTask& task) {
-    const std::int64_t bytes =
-        chunk_.workspace_bytes(params_.key_dim, task.v_end - task.v_begin, task.head_end - task.head_begin);
-    chunk_.run(params_, task, workspace_memory().at_least(bytes));
-  }
-
-  void run_tail(const ChunkTask& chain, std::int64_t token, std::int64_t count, float* carried) {
+  void run_tail(const ChunkTask& chain, std::int64_t token, std::int64_t count, float* carried, void* workspace) {
     for (std::int64_t head = chain.head_begin; head < chain.head_end; ++head) {
       float* state = carried + (head - chain.head_begin) * head_size();
       const Tail tail(params_, chain.sequence, head, token, count, state);
@@ -203,7 +215,7 @@ class ChunkedCall {
     store.token_begin = store.token_end = token + count;
     store.carried_in = carried;
     store.carried_out = nullptr;
-    run_task(store);
+    chunk_.run(params_, store, workspace);
   }
 
   const KernelTable& table_;
@@ -230,7 +242,22 @@ void run_chunked(const KernelTable& table, const ChunkKernel& chunk, const Recur
   std::optional<SerialOpenBlas> serial;
   if (chunk.calls_blas) serial.emplace();
   run_team(
-      call.useful_threads(num_threads), [](void* context) { static_cast<ChunkedCall*>(context)->run_share(); }, &call);
+      static_cast<int>(useful_threads(call.plan(), num_threads)),
+      [](void* context) { static_cast<ChunkedCall*>(context)->run_share(); }, &call);
+}
+
+std::int64_t chunked_memory(const ChunkKernel& chunk, const ChunkWork& work) {
+  const ChunkPlan plan = plan_chunks(work);
+  constexpr auto float_size = static_cast<std::int64_t>(sizeof(float));
+  std::int64_t workspace = 0, of_tail = 0;
+  for (const ChunkChain& chain : plan.chains) {
+    workspace = std::max(workspace, workspace_bytes(chunk, work.key_dim, chain));
+    if (!has_tail(chunk, chain)) continue;
+    const std::int64_t carried = carried_floats(plan, work.key_dim * work.value_dim, chain) * float_size;
+    of_tail = std::max(of_tail, carried + static_cast<std::int64_t>(sizeof(RecurrenceScratch)));
+  }
+  const auto threads = static_cast<std::int64_t>(useful_threads(plan, work.threads));
+  return threads * (workspace + of_tail) + shared_floats(plan, work) * float_size;
 }
 
 }  // namespace gdn::cpu

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/params.h"
+#include "runtime/chunk_plan.h"
 #include "runtime/small_vector.h"
 
 namespace gdn::cpu {
@@ -12,5 +13,8 @@ namespace gdn::cpu {
 // for it: a sequence of few tokens, or what is left after the last whole chunk.
 void run_chunked(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
                  const Indices& live, int num_threads);
+
+// Bytes that run_chunked allocates for such a call, all threads together, at most. They do not grow with the lengths.
+std::int64_t chunked_memory(const ChunkKernel& chunk, const ChunkWork& work);
 
 }  // namespace gdn::cpu
