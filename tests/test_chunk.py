@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -382,7 +383,7 @@ PACKS = ((4096,), (17, 64, 129, 1000), (8192, *(100,) * 20), tuple(range(1, 2000
 
 @pytest.mark.parametrize("threads", [8, 64, 192])
 @pytest.mark.parametrize("lengths", PACKS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
-@pytest.mark.parametrize("heads", [(16, 32), (16, 64)], ids=str)
+@pytest.mark.parametrize("heads", [(16, 16), (16, 32), (16, 64)], ids=str)
 def test_the_plan_keeps_every_thread_busy(lengths, heads, threads):
     H, HV = heads
     work, chains = gdn_cpu._C.chunk_plan(list(lengths), H, HV, 128, 128, threads)
@@ -392,7 +393,47 @@ def test_the_plan_keeps_every_thread_busy(lengths, heads, threads):
     assert torch.equal(covered, torch.tensor(lengths)[:, None, None].expand_as(covered))
     assert len(work) == threads
 
-    assert max(work) <= 1.15 * sum(work) / threads
+    # Nothing is faster than the longest sequence's tokens one after the other, in 16 columns of a head: with 16 heads of
+    # 128 columns, 192 threads cannot all be busy.
+    longest_chain = gdn_cpu._C.chunk_plan([max(lengths)], 1, 1, 128, 16, 1)[0][0]
+    assert max(work) <= max(1.15 * sum(work) / threads, longest_chain)
+    assert HV == 16 or max(work) <= 1.15 * sum(work) / threads
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8, 64, 192])
+@pytest.mark.parametrize("HV", [16, 32, 64])
+def test_workspace_is_bounded_by_threads(engine, HV, threads):
+    for is_bfloat16 in (False, True):
+        needed, of_short = (
+            gdn_cpu._C.chunk_memory([length], 16, HV, 128, 128, threads, is_bfloat16) for length in (32768, 4096)
+        )
+        assert 0 < needed == of_short
+        assert needed <= 64 << 20
+
+
+def _peak_after_reset() -> int:
+    """Return the most bytes that this process had at once since the last call."""
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 16])
+def test_workspace_as_the_system_sees_it(own_dtype, threads):
+    arguments = inputs.delta_rule_arguments((32768,), 16, 32, 128, 128, dtype=own_dtype)
+    pool = arguments["initial_state"].clone()
+    out = torch.zeros_like(arguments["v"])
+    slots = {"state_indices": torch.tensor([0]), "output_final_state": False}
+    torch.set_num_threads(threads)
+    torch.zeros(1 << 22).add_(1)  # starts the threads
+    _peak_after_reset()
+    before = _peak_after_reset()
+    run({**arguments, **slots, "initial_state": pool, "out": out})
+    assert _peak_after_reset() - before <= 64 << 20
 
 
 # --- AMX, counted -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 #include "dispatch/levels.h"
 #include "ops.h"
 #include "runtime/chunk_plan.h"
+#include "runtime/chunked.h"
 #include "runtime/openblas.h"
 #include "runtime/openmp.h"
 #include "runtime/recurrence_plan.h"
@@ -49,13 +50,30 @@ std::tuple<std::vector<double>, std::vector<ChainRow>> chunk_plan(std::vector<st
                                                                   std::int64_t num_key_heads,
                                                                   std::int64_t num_value_heads, std::int64_t key_dim,
                                                                   std::int64_t value_dim, int threads) {
-  const gdn::cpu::ChunkPlan plan =
-      gdn::cpu::plan_chunks({std::move(lengths), num_key_heads, num_value_heads, key_dim, value_dim, threads});
+  const gdn::cpu::ChunkPlan plan = gdn::cpu::plan_chunks({.lengths = std::move(lengths),
+                                                          .num_key_heads = num_key_heads,
+                                                          .num_value_heads = num_value_heads,
+                                                          .key_dim = key_dim,
+                                                          .value_dim = value_dim,
+                                                          .threads = threads});
   std::vector<ChainRow> chains;
   for (const gdn::cpu::ChunkChain& chain : plan.chains) {
     chains.emplace_back(chain.sequence, chain.head_begin, chain.head_end, chain.v_begin, chain.v_end, chain.length);
   }
   return {gdn::cpu::simulate(plan, threads), std::move(chains)};
+}
+
+std::int64_t chunk_memory(std::vector<std::int64_t> lengths, std::int64_t num_key_heads, std::int64_t num_value_heads,
+                          std::int64_t key_dim, std::int64_t value_dim, int threads, bool is_bfloat16) {
+  const gdn::cpu::ChunkKernel* kernel = gdn::cpu::chunk_kernel(is_bfloat16);
+  if (kernel == nullptr) gdn::raise_value("the level in use has no engine '" + gdn::cpu::forced_gemm() + "'");
+  return gdn::cpu::chunked_memory(*kernel, {.lengths = std::move(lengths),
+                                            .num_key_heads = num_key_heads,
+                                            .num_value_heads = num_value_heads,
+                                            .key_dim = key_dim,
+                                            .value_dim = value_dim,
+                                            .column_step = kernel->column_step,
+                                            .threads = threads});
 }
 
 std::tuple<std::int64_t, std::int64_t, bool> recurrence_plan(const std::vector<std::int64_t>& lengths,
@@ -87,6 +105,8 @@ NB_MODULE(_C, m) {
   m.def("openblas_config", &gdn::cpu::openblas_config, "What OpenBLAS says of itself, or ''.");
   m.def("chunk_plan", &chunk_plan, "lengths"_a, "num_key_heads"_a, "num_value_heads"_a, "key_dim"_a, "value_dim"_a,
         "threads"_a, "Estimated work of each thread, and (sequence, heads, columns, tokens) of each chain of chunks.");
+  m.def("chunk_memory", &chunk_memory, "lengths"_a, "num_key_heads"_a, "num_value_heads"_a, "key_dim"_a, "value_dim"_a,
+        "threads"_a, "is_bfloat16"_a, "Bytes that such a call allocates, all threads together, at most.");
   m.def("environment_error", &gdn::cpu::environment_error, "What is wrong with GDN_CPU_ISA or GDN_CPU_GEMM, or ''.");
   m.def("openmp", [] { return gdn::cpu::openmp().library; }, "Path of the OpenMP runtime in use, or ''.");
   m.def(

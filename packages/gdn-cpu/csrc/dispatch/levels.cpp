@@ -31,8 +31,8 @@ std::vector<Level> list_levels() {
   std::vector<Level> all;
   all.push_back({"baseline", "", &baseline::kTable, fp32_kernels(baseline::kTable)});
 #if defined(GDN_HAVE_X86_V3)
-  all.push_back({"x86_v3", reason(cpu.x86_v3, "needs AVX2, FMA, F16C and BMI2"), &x86_v3::kTable,
-                 fp32_kernels(x86_v3::kTable)});
+  all.push_back(
+      {"x86_v3", reason(cpu.x86_v3, "needs AVX2, FMA, F16C and BMI2"), &x86_v3::kTable, fp32_kernels(x86_v3::kTable)});
 #endif
 #if defined(GDN_HAVE_X86_V4)
   all.push_back({"x86_v4", reason(cpu.x86_v4, "needs AVX-512 F, BW, DQ, VL and CD"), &x86_v4::kTable,
@@ -45,11 +45,11 @@ std::vector<Level> list_levels() {
                  {&x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk, x86_v4::kTable.blas_chunk}});
 #endif
 #if defined(GDN_HAVE_X86_AMX)
-  all.push_back({"x86_amx",
-                 cpu.x86_amx ? amx_permission_error() : "needs AMX-TILE and AMX-BF16",
-                 &x86_v4::kTable,
-                 {&x86_amx::kChunkOfBFloat16, &x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk,
-                  x86_v4::kTable.blas_chunk}});
+  all.push_back(
+      {"x86_amx",
+       cpu.x86_amx ? amx_permission_error() : "needs AMX-TILE and AMX-BF16",
+       &x86_v4::kTable,
+       {&x86_amx::kChunkOfBFloat16, &x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk, x86_v4::kTable.blas_chunk}});
 #endif
   return all;
 }
@@ -60,11 +60,11 @@ std::vector<Level> list_levels() {
   std::vector<Level> all;
   all.push_back({"baseline", "", &baseline::kTable, fp32_kernels(baseline::kTable)});
 #if defined(GDN_HAVE_ARM_BF16)
-  all.push_back({"arm_bf16",
-                 cpu_features().arm_bf16 ? "" : "needs BF16, ASIMDDP and ASIMDHP",
-                 &baseline::kTable,
-                 {&arm_bf16::kChunkOfBFloat16, baseline::kTable.chunk, &arm_bf16::kBlasOfBFloat16,
-                  baseline::kTable.blas_chunk}});
+  all.push_back(
+      {"arm_bf16",
+       cpu_features().arm_bf16 ? "" : "needs BF16, ASIMDDP and ASIMDHP",
+       &baseline::kTable,
+       {&arm_bf16::kChunkOfBFloat16, baseline::kTable.chunk, &arm_bf16::kBlasOfBFloat16, baseline::kTable.blas_chunk}});
 #endif
   return all;
 }

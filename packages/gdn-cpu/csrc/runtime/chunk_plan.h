@@ -3,6 +3,9 @@
 // How the chunked rule is divided among threads. A chain is some heads and columns of one sequence: its chunks follow
 // each other, and nothing else depends on them. Threads take turns of a chain: all its chunks, or a few at a time where
 // whole chains would leave threads idle.
+//
+// With fewer chains than threads some threads have nothing to do. That is the bound of this division: a sequence has as
+// many chains as value heads times tiles of column_step columns, 128 where 16 heads have 128 columns each.
 #pragma once
 
 #include <cstdint>

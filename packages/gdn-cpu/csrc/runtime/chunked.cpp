@@ -3,20 +3,42 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <type_traits>
 #include <vector>
 
-#include "runtime/chunk_plan.h"
 #include "runtime/openblas.h"
 #include "runtime/parallel.h"
 #include "runtime/team.h"
-#include "runtime/thread_memory.h"
 
 namespace gdn::cpu {
 namespace {
+
+struct FreeDeleter {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+// Memory that one thread keeps from call to call, as large as it ever needed.
+class ThreadMemory {
+ public:
+  void* at_least(std::int64_t bytes) {
+    if (bytes > size_) {
+      const auto alignment = static_cast<std::int64_t>(kScratchAlignment);
+      const std::int64_t rounded = (bytes + alignment - 1) / alignment * alignment;
+      memory_.reset();
+      memory_.reset(std::aligned_alloc(kScratchAlignment, static_cast<std::size_t>(rounded)));
+      if (memory_ == nullptr) std::abort();  // in a parallel region: nothing sensible is left to do
+      size_ = rounded;
+    }
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<void, FreeDeleter> memory_;
+  std::int64_t size_ = 0;
+};
 
 ThreadMemory& workspace_memory() {
   thread_local ThreadMemory memory;
@@ -93,12 +115,33 @@ struct Tail {
   }
 };
 
+// What a thread keeps for the heads and columns of one chain.
+std::int64_t workspace_bytes(const ChunkKernel& chunk, std::int64_t key_dim, const ChunkChain& chain) {
+  return chunk.workspace_bytes(key_dim, chain.v_end - chain.v_begin, chain.head_end - chain.head_begin);
+}
+// Whether its last tokens are too few for a chunk.
+bool has_tail(const ChunkKernel& chunk, const ChunkChain& chain) {
+  const std::int64_t tail = chain.length % kChunkTokens;
+  return tail > 0 && tail < chunk.shortest;
+}
+// The states of its heads, before a tail; between turns they are in memory of the call.
+std::int64_t carried_floats(const ChunkPlan& plan, std::int64_t head_size, const ChunkChain& chain) {
+  return plan.turn_tokens > 0 ? 0 : (chain.head_end - chain.head_begin) * head_size;
+}
+std::int64_t shared_floats(const ChunkPlan& plan, const ChunkWork& work) {
+  if (plan.turn_tokens == 0) return 0;
+  return static_cast<std::int64_t>(work.lengths.size()) * work.num_value_heads * work.key_dim * work.value_dim;
+}
+int useful_threads(const ChunkPlan& plan, int threads) {
+  return static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(threads), plan.chains.size()));
+}
+
 // One call: who has run what of it, and the states between turns.
 class ChunkedCall {
  public:
   ChunkedCall(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
-              const Indices& sequences, int threads, const ChunkCompanions& companions)
-      : table_(table), chunk_(chunk), params_(params), sequences_(sequences), companions_(companions) {
+              const Indices& sequences, int threads, const std::vector<RecurrenceWork*>& steps)
+      : table_(table), chunk_(chunk), params_(params), sequences_(sequences), steps_(steps) {
     ChunkWork work{.lengths = {},
                    .num_key_heads = params.num_key_heads,
                    .num_value_heads = params.num_value_heads,
@@ -108,50 +151,19 @@ class ChunkedCall {
                    .threads = threads};
     for (const std::int64_t sequence : sequences) work.lengths.push_back(sequence_length(params, sequence));
     plan_ = plan_chunks(work);
-    if (threads > 1 && !companions.before.empty()) cut_chains();
-    if (plan_.turn_tokens > 0) {
-      carried_.resize(sequences.size() * static_cast<std::size_t>(params.num_value_heads * head_size()));
-    }
+    carried_.resize(static_cast<std::size_t>(shared_floats(plan_, work)));
     queue_ = std::make_unique<ChunkQueue>(plan_);
   }
 
-  int useful_threads(int threads) const {
-    if (!companions_.before.empty()) return threads;
-    return static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(threads), plan_.chains.size()));
-  }
+  int useful_threads(int threads) const { return steps_.empty() ? cpu::useful_threads(plan_, threads) : threads; }
 
-  // Other work that waits for memory more than it computes is begun by few threads, while the others compute.
+  // First what streams states through the caches, which the outputs of the chunks are to be in afterwards.
   void run_share() {
-    constexpr int kThreadsAStream = 4;
-    const bool streams = thread_number() % kThreadsAStream == 0;
-    if (streams) run_companions();
+    for (RecurrenceWork* work : steps_) work->run_share();
     run_turns();
-    if (!streams) run_companions();
-  }
-
-  // What no turn could do alone.
-  void finish(int threads) const {
-    if (companions_.norm == nullptr) return;
-    for (const ChunkChain& chain : plan_.chains) {
-      if (has_all_columns(chain) || chain.v_begin > 0) continue;
-      const RmsNormGatedParams norm = norm_of(chain, 0, chain.length);
-      run_rms_norm_gated(table_, norm, norm.sizes[2] * norm.sizes[3], threads);
-    }
   }
 
  private:
-  void run_companions() {
-    for (RecurrenceWork* work : companions_.before) work->run_share();
-  }
-
-  // Threads that come late find turns left, of at least two chunks.
-  void cut_chains() {
-    if (plan_.turn_tokens > 0 || plan_.chains.empty()) return;
-    constexpr std::int64_t kTurns = 4;
-    const std::int64_t chunks = (plan_.chains.front().length + kChunkTokens - 1) / kChunkTokens;
-    plan_.turn_tokens = std::max<std::int64_t>(2, (chunks + kTurns - 1) / kTurns) * kChunkTokens;
-  }
-
   void run_turns() {
     ChunkQueue::Turn turn{};
     for (bool has_turn = next(nullptr, turn); has_turn;) {
@@ -159,33 +171,6 @@ class ChunkedCall {
       const ChunkQueue::Turn previous = turn;
       has_turn = next(&previous, turn);
     }
-  }
-
-  bool has_all_columns(const ChunkChain& chain) const { return chain.v_end - chain.v_begin == params_.value_dim; }
-
-  // Tokens [begin, end) of a chain's sequence, for its heads.
-  RmsNormGatedParams norm_of(const ChunkChain& chain, std::int64_t begin, std::int64_t end) const {
-    RmsNormGatedParams norm = *companions_.norm;
-    const std::int64_t sequence = sequences_[static_cast<std::size_t>(chain.sequence)];
-    const std::int64_t token = params_.token_offsets[sequence] + begin;
-    const auto advance_rows = [&](auto*& data, const Rows& rows) {
-      const std::int64_t index = token * rows.strides[2] + chain.head_begin * rows.strides[3];
-      const std::int64_t bytes = index * element_size(rows.dtype);
-      data = reinterpret_cast<std::remove_reference_t<decltype(data)>>(reinterpret_cast<std::uintptr_t>(data) +
-                                                                       static_cast<std::uintptr_t>(bytes));
-    };
-    advance_rows(norm.x, norm.x_rows);
-    advance_rows(norm.gate, norm.gate_rows);
-    advance_rows(norm.out, norm.out_rows);
-    norm.sizes[2] = end - begin;
-    norm.sizes[3] = chain.head_end - chain.head_begin;
-    return norm;
-  }
-
-  void norm(const ChunkChain& chain, const ChunkQueue::Turn& turn) const {
-    if (companions_.norm == nullptr || !has_all_columns(chain)) return;
-    const RmsNormGatedParams norm = norm_of(chain, turn.token_begin, turn.token_end);
-    table_.rms_norm_gated(norm, 0, norm.sizes[2] * norm.sizes[3]);
   }
 
   std::int64_t head_size() const { return params_.key_dim * params_.value_dim; }
@@ -198,7 +183,7 @@ class ChunkedCall {
   // Where the state of a chain's heads is between its turns, or before its tail.
   float* carried(const ChunkChain& chain) {
     if (plan_.turn_tokens == 0) {
-      const std::int64_t floats = (chain.head_end - chain.head_begin) * head_size();
+      const std::int64_t floats = carried_floats(plan_, head_size(), chain);
       return static_cast<float*>(carried_memory().at_least(floats * static_cast<std::int64_t>(sizeof(float))));
     }
     return carried_.data() + (chain.sequence * params_.num_value_heads + chain.head_begin) * head_size();
@@ -207,8 +192,8 @@ class ChunkedCall {
   void run(const ChunkQueue::Turn& turn) {
     const ChunkChain& chain = plan_.chains[turn.chain];
     const std::int64_t tail = chain.length % kChunkTokens;
-    const bool has_tail = turn.token_end == chain.length && tail > 0 && tail < chunk_.shortest;
-    const std::int64_t chunks_end = has_tail ? chain.length - tail : turn.token_end;
+    const bool ends_in_tail = turn.token_end == chain.length && has_tail(chunk_, chain);
+    const std::int64_t chunks_end = ends_in_tail ? chain.length - tail : turn.token_end;
     ChunkTask task{.sequence = sequences_[static_cast<std::size_t>(chain.sequence)],
                    .head_begin = chain.head_begin,
                    .head_end = chain.head_end,
@@ -219,18 +204,12 @@ class ChunkedCall {
                    .blas = &openblas()};
     if (turn.token_begin > 0) task.carried_in = carried(chain);
     if (chunks_end < chain.length) task.carried_out = carried(chain);
-    if (turn.token_begin < chunks_end) run_task(task);
-    if (has_tail) run_tail(task, chunks_end, tail, carried(chain));
-    norm(chain, turn);
+    void* workspace = workspace_memory().at_least(workspace_bytes(chunk_, params_.key_dim, chain));
+    if (turn.token_begin < chunks_end) chunk_.run(params_, task, workspace);
+    if (ends_in_tail) run_tail(task, chunks_end, tail, carried(chain), workspace);
   }
 
-  void run_task(const ChunkTask& task) {
-    const std::int64_t bytes =
-        chunk_.workspace_bytes(params_.key_dim, task.v_end - task.v_begin, task.head_end - task.head_begin);
-    chunk_.run(params_, task, workspace_memory().at_least(bytes));
-  }
-
-  void run_tail(const ChunkTask& chain, std::int64_t token, std::int64_t count, float* carried) {
+  void run_tail(const ChunkTask& chain, std::int64_t token, std::int64_t count, float* carried, void* workspace) {
     for (std::int64_t head = chain.head_begin; head < chain.head_end; ++head) {
       float* state = carried + (head - chain.head_begin) * head_size();
       const Tail tail(params_, chain.sequence, head, token, count, state);
@@ -242,14 +221,14 @@ class ChunkedCall {
     store.token_begin = store.token_end = token + count;
     store.carried_in = carried;
     store.carried_out = nullptr;
-    run_task(store);
+    chunk_.run(params_, store, workspace);
   }
 
   const KernelTable& table_;
   const ChunkKernel& chunk_;
   const RecurrenceParams& params_;
   const Indices& sequences_;
-  const ChunkCompanions& companions_;
+  const std::vector<RecurrenceWork*>& steps_;
   ChunkPlan plan_;
   std::vector<float> carried_;  // [sequences, HV, K, V]
   std::mutex mutex_;
@@ -259,19 +238,32 @@ class ChunkedCall {
 }  // namespace
 
 void run_chunked(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
-                 const Indices& live, int num_threads, const ChunkCompanions& companions) {
+                 const Indices& live, int num_threads, const std::vector<RecurrenceWork*>& steps) {
   Indices shorts, longs;
   for (const std::int64_t sequence : live) {
     (sequence_length(params, sequence) < chunk.shortest ? shorts : longs).push_back(sequence);
   }
   run_recurrence(table, params, shorts, num_threads);
   if (longs.empty() || params.num_value_heads == 0) return;
-  ChunkedCall call(table, chunk, params, longs, num_threads, companions);
+  ChunkedCall call(table, chunk, params, longs, num_threads, steps);
   std::optional<SerialOpenBlas> serial;
   if (chunk.calls_blas) serial.emplace();
   run_team(
       call.useful_threads(num_threads), [](void* context) { static_cast<ChunkedCall*>(context)->run_share(); }, &call);
-  call.finish(num_threads);
+}
+
+std::int64_t chunked_memory(const ChunkKernel& chunk, const ChunkWork& work) {
+  const ChunkPlan plan = plan_chunks(work);
+  constexpr auto float_size = static_cast<std::int64_t>(sizeof(float));
+  std::int64_t workspace = 0, of_tail = 0;
+  for (const ChunkChain& chain : plan.chains) {
+    workspace = std::max(workspace, workspace_bytes(chunk, work.key_dim, chain));
+    if (!has_tail(chunk, chain)) continue;
+    const std::int64_t carried = carried_floats(plan, work.key_dim * work.value_dim, chain) * float_size;
+    of_tail = std::max(of_tail, carried + static_cast<std::int64_t>(sizeof(RecurrenceScratch)));
+  }
+  const auto threads = static_cast<std::int64_t>(useful_threads(plan, work.threads));
+  return threads * (workspace + of_tail) + shared_floats(plan, work) * float_size;
 }
 
 }  // namespace gdn::cpu

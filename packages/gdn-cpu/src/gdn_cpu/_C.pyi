@@ -28,15 +28,24 @@ def chunk_engine(is_bfloat16: bool) -> str:
     """
 
 def set_gemm(name: str) -> None:
-    """Force that engine for bf16; an empty name restores GDN_CPU_GEMM."""
+    """Force that engine; an empty name restores GDN_CPU_GEMM."""
 
 def forced_gemm() -> str:
     """The forced engine, or ''."""
+
+def load_openblas(path: str) -> str:
+    """Open that library for the engine 'openblas'; '' or what went wrong."""
+
+def openblas_config() -> str:
+    """What OpenBLAS says of itself, or ''."""
 
 def chunk_plan(lengths: Sequence[int], num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, threads: int) -> tuple[list[float], list[tuple[int, int, int, int, int, int]]]:
     """
     Estimated work of each thread, and (sequence, heads, columns, tokens) of each chain of chunks.
     """
+
+def chunk_memory(lengths: Sequence[int], num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, threads: int, is_bfloat16: bool) -> int:
+    """Bytes that such a call allocates, all threads together, at most."""
 
 def environment_error() -> str:
     """What is wrong with GDN_CPU_ISA or GDN_CPU_GEMM, or ''."""

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Products by OpenBLAS, of fp32 or of bf16 with fp32 sums: operands lie as rows, all rows of a chunk are multiplied at a
-// time, and sums go to memory. The library promises nothing about the order of a sum, so the shapes of its calls follow
-// from the chunk's length and from K and V alone, never from who runs the chunk with whom.
+// Products by OpenBLAS, of fp32 or of bf16 with fp32 sums: operands lie as rows, all rows of a chunk are multiplied at
+// a time, and sums go to memory. The library promises nothing about the order of a sum, so the shapes of its calls
+// follow from the chunk's length and from K and V alone, never from who runs the chunk with whom.
 #pragma once
 
 #include "workspace.h"

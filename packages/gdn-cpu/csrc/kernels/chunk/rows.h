@@ -32,13 +32,13 @@ struct PanelTask {
   const ChunkOperands<Engine>& chunk;
   const Segment& segment;
   const NextRows& next;
-  std::int64_t keys;       // padded
+  std::int64_t keys;        // padded
   std::int64_t chunk_rows;  // whole blocks
-  std::int64_t v_index;    // of the panel's first column in the chunk's first token
-  std::int64_t out_index;  // the same
-  std::int64_t columns;    // of v
-  const Element* state;    // panel of the rounded state; null: zero
-  float* u;                // panels of the chunk's operands
+  std::int64_t v_index;     // of the panel's first column in the chunk's first token
+  std::int64_t out_index;   // the same
+  std::int64_t columns;     // of v
+  const Element* state;     // panel of the rounded state; null: zero
+  float* u;                 // panels of the chunk's operands
   Element* u_packed;
   Element* u_decayed;
 

@@ -114,7 +114,8 @@ std::int64_t arrange(Workspace<Engine>& w, void* memory, std::int64_t key_dim, s
   chunk.u = arena.take<float>(kTokens * width);
   chunk.u_decayed = arena.take<Element>(kTokens * width);
   chunk.u_block = arena.take<Element>(kRowBlock * kPanelColumns);
-  chunk.sums = Engine::kSums != Sums::kInRegisters ? arena.take<float>(2 * kRowsOfSums<Engine> * kPanelColumns) : nullptr;
+  chunk.sums =
+      Engine::kSums != Sums::kInRegisters ? arena.take<float>(2 * kRowsOfSums<Engine> * kPanelColumns) : nullptr;
   chunk.k_steps = arena.take<Element>(kTokens * rows);
   chunk.log_decay = arena.take<float>(kTokens);
   chunk.beta = arena.take<float>(kTokens);
