@@ -38,6 +38,12 @@ def test_activations_in_fp32(impl, activation):
     check(arguments, call(OP, arguments))
 
 
+def test_without_an_activation_the_gate_is_not_read(impl):
+    arguments = inputs.norm_arguments((4, 2, 70), activation="none")
+    arguments["gate"].fill_(torch.nan)
+    check(arguments, call(OP, arguments))
+
+
 def test_silu_is_the_default(impl):
     arguments = inputs.norm_arguments((2, 64), activation="silu")
     expected = call(OP, arguments)

@@ -533,6 +533,46 @@ def test_value_heads_read_the_key_head_of_their_group(emulator):
     assert used.nonzero().tolist() == [[0, 0], [1, 0], [2, 1], [3, 1]]
 
 
+@BOTH_FUSED
+@SPLITS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_calls_about_some_rows_leave_the_others_alone(emulator, op, processors, dtype):
+    """Decode and speculative rows of a mixed batch, each by an index into the tables of all."""
+    emulator.configure(num_processors=processors)
+    arguments, _ = fused_call(op, (2, 3, 0, 1, 3), 3, (1, 2, 64, 64), accepted=(1, 3, 1, 2, 1))
+    index = "slot_indices" if op == FUSED_REPLAY else "state_indices"
+    arguments[index][3] = -1
+    arguments["out"] = torch.full((9, 2, 64), math.nan)
+    whole, parts = clone(arguments), clone(arguments)
+    call(op, whole)
+
+    def about(*rows):
+        call_of_rows(op, parts, torch.tensor(rows, dtype=dtype))
+
+    about()
+    assert bool(parts["out"].isnan().all())
+    about(4, 0, -1, 5)
+    assert same_bits(parts["out"][[0, 1, 6, 7, 8]], whole["out"][[0, 1, 6, 7, 8]])
+    assert bool(parts["out"][2:6].isnan().all())
+    about(3, 1, 2)
+    assert bool((parts["out"][5] == 0).all())
+    assert same_bits(parts["out"], whole["out"])
+    assert same_bits(parts["state"], whole["state"])
+    for left, right in zip(records_of(parts), records_of(whole), strict=True):
+        assert torch.equal(left, right)
+
+
+def call_of_rows(op, arguments, rows):
+    """Call an op about some of its rows, as the core of a layer does."""
+    defaults = {"scale": None, "null_slot": None, "output_gate_activation": "silu", "norm_eps": 1e-5}
+    values = defaults | arguments | {"row_indices": rows}
+    if op == FUSED_REPLAY:
+        parts = ("k", "u", "decay", "live")
+        values |= {f"records_{part}": getattr(arguments["records"], part) for part in parts}
+    function = getattr(torch.ops.gdn, op).default
+    function(*(values[argument.name] for argument in function._schema.arguments))
+
+
 # --- layouts, and what is declined or wrong ---------------------------------------------------------------------------
 
 

@@ -789,7 +789,7 @@ def test_conv_out_and_nothing() -> None:
 # --- norm and fused decode --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid"])
+@pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid", "none"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm(dtype: torch.dtype, activation: str) -> None:
     arguments = inputs.norm_arguments((3, 4, 13), activation=activation, dtype=dtype, eps=1e-3)

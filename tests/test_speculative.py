@@ -374,6 +374,16 @@ def test_the_fused_step_of_ragged_rows(impl, shape, dtype, state_v_first):
     check_fused(arguments, guarded)
 
 
+@LAYOUTS
+def test_the_fused_step_without_a_gate(impl, state_v_first):
+    """Norm alone: output_gate gives the sizes, and is not read."""
+    arguments, guarded = inputs.fused_decode_arguments(
+        (4, 1, 2), 4, 2, 4, 64, 64, accepted=(3, 1, 2), state_v_first=state_v_first, activation="none"
+    )
+    arguments["output_gate"].fill_(torch.nan)
+    check_fused(arguments, guarded)
+
+
 @pytest.mark.parametrize("S", range(1, 17))
 def test_the_fused_step_of_up_to_16_tokens(impl, S):
     lengths, accepted = (S, max(S - 1, 1), 1), (S, 0, (S + 1) // 2)

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import math
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 import gdn_core
 import triton_interpreter
 from contract_calls import call, untouched
-from gdn_core import reference
+from gdn_core import reference, triton_backend
 from gdn_core.testing import clone, inputs
 
 CHUNK, RECURRENT = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
@@ -212,6 +213,29 @@ def test_packed_sequences_on_a_pool(calls, op):
     o, final = agree(op, arguments, written=("initial_state",))
     assert final is None and calls == [op]
     assert bool((o[0, 3:5] == 0).all()) and bool((o[0, 9] == 0).all()) and bool((o[0, -1] == 0).all())
+
+
+@BOTH
+def test_empty_sequences_keep_their_state(calls, op):
+    """Fresh ones too: what comes back is what was given."""
+    arguments = inputs.delta_rule_arguments((3, 0, 0), 1, 2, 8, 16, dtype=torch.bfloat16)
+    arguments["has_initial_state"] = torch.tensor([True, True, False])
+    _, final = agree(op, arguments)
+    assert torch.equal(final[1:], arguments["initial_state"][1:])
+
+
+@pytest.mark.report("D01")
+def test_the_device_of_the_tensors_is_the_current_one_for_the_call(monkeypatch):
+    devices = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: devices.append(device) or nullcontext())
+
+    class OnSecond(torch.Tensor):
+        device = torch.device("cuda:1")
+
+    with triton_backend._on_device([None, torch.zeros(1).as_subclass(OnSecond)]):
+        assert devices == [torch.device("cuda:1")]
+    with triton_backend._on_device([torch.zeros(1)]):
+        assert len(devices) == 1
 
 
 def test_raw_gates(calls):

@@ -17,7 +17,7 @@ from gdn_core import _registry
 from gdn_core.triton_backend import _Provider
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install --group triton"
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: it has no wheel here"
 )
 
 

@@ -900,6 +900,7 @@ MUTANTS = (
         "y = gated_norm(outputs.to(dtype).to(outputs.dtype),",
         "test_fused_decode",
     ),
+    Mutant("a gate where none is asked for", NORM, 'if activation == "none":', "if False:", "test_norm"),
     Mutant("norm_eps ignored", FUSED, "norm_eps, activation)", "1e-5, activation)", "test_fused_decode"),
     Mutant("output_gate_activation ignored", FUSED, "norm_eps, activation)", 'norm_eps, "silu")', "test_fused_decode"),
     Mutant(

@@ -20,6 +20,7 @@ struct Checked {
   Arguments arguments;
   DecodeCall call;
   Sizes s;
+  bool has_rows = true;  // false where row_indices names none
 };
 
 // The check of a tensor that belongs to a call.
@@ -116,6 +117,7 @@ void set_rows(Checked& checked, std::int64_t count, std::int64_t columns, const 
   if (!rows.row_indices.is_none()) {
     p.row_indices = checked.arguments.indices(rows.row_indices, "row_indices", {"M"});
     p.num_rows = rows.row_indices.size(0);
+    checked.has_rows = p.num_rows > 0;
   }
   if (!rows.num_accepted_tokens.is_none()) {
     p.num_accepted_tokens = checked.arguments.indices(rows.num_accepted_tokens, "num_accepted_tokens", {count});
@@ -235,7 +237,7 @@ void set_operands(Checked& checked, const FusedArguments& args) {
 template <class Args>
 void finish(Checked& checked, const Args& args, bool dry_run) {
   decline_unsupported(checked, flag(args.state_v_first, "state_v_first"));
-  if (dry_run || checked.s.tokens == 0 || checked.s.value_heads == 0) return;
+  if (dry_run || checked.s.tokens == 0 || checked.s.value_heads == 0 || !checked.has_rows) return;
   set_operands(checked, args);
   launch_decode(checked.call);
 }

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend ``triton``: CUDA tensors on fla-core, causal-conv1d and Triton kernels of our own.
 
-Nothing of these is imported before a call needs it.
+Nothing of these is imported before a call needs it. The first call of a kind compiles kernels: a CUDA graph has to
+capture a later one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,9 +43,16 @@ def _kernel(op: str) -> Kernel:
 
     def run(*flat: Any, dry_run: bool = False) -> None:
         arguments = importlib.import_module(".arguments", __name__).by_name(op, flat)
-        getattr(importlib.import_module(f".{module}", __name__), function)(arguments, **options, dry_run=dry_run)
+        with _on_device(flat):
+            getattr(importlib.import_module(f".{module}", __name__), function)(arguments, **options, dry_run=dry_run)
 
     return run
+
+
+def _on_device(flat: Sequence[Any]) -> AbstractContextManager[object]:
+    """Make the tensors' device the current one, on which Triton launches, and the one before it again afterwards."""
+    device = next(value.device for value in flat if isinstance(value, torch.Tensor))
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _version(distribution: str) -> str | None:

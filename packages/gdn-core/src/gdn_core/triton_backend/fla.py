@@ -71,6 +71,8 @@ def _deliver(args: Arguments, slots: Tensor | None, o: Tensor, states: Tensor) -
         is_live = (slots >= 0)[:, None].expand(out.shape[:2])
     out.copy_(torch.where(is_live[..., None, None], o, 0))
     if args["final_state"] is not None:
+        if lengths is not None and args["initial_state"] is not None:  # empty sequences keep theirs
+            states = torch.where((lengths > 0).view(-1, 1, 1, 1), states, args["initial_state"])
         args["final_state"].copy_(states)
     if slots is not None:
         is_stored = slots >= 0
