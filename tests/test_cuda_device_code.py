@@ -61,6 +61,13 @@ def test_each_budget_is_held(check_device_code: ModuleType, change, problem):
     assert (found == []) if problem is None else any(problem in text for text in found)
 
 
+def test_long_rows_load_the_state_in_one_place(check_device_code: ModuleType):
+    for loads, is_right in ((8, True), (16, False)):
+        counts = Counter({"LDG.E.128": loads, "STG.E.128": 8})
+        kernel = check_device_code.Kernel("gdn_decode_64_float32_rows", 128, 0, counts)
+        assert (list(check_device_code.problems_of(kernel)) == []) == is_right
+
+
 @pytest.mark.parametrize(
     ("kernel", "vectors"),
     [("gdn_decode_128_float32_slots", 16), ("gdn_decode_128_bfloat16_replay", 8), ("gdn_decode_256_float16_slots", 4)],

@@ -131,8 +131,46 @@ def test_single_tokens(emulator, dtype, normalize, processors):
     assert packed_relative_error(o, expected, torch.arange(4)) <= tolerance("decode_output", dtype)
     assert relative_error(guarded.pool, wide["initial_state_source"], (2, 3)) <= tolerance("decode_state", dtype)
     guarded.check()
-    with pytest.raises(NotImplementedError, match="cu_seqlens: rows of one token each"):
-        call(DECODE, {**arguments, "cu_seqlens": torch.arange(4)})
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 64, 128), (1, 2, 128, 256), (1, 1, 256, 64)], ids=str)
+@pytest.mark.parametrize("state_dtype", FLOATS, ids=str)
+@SPLITS
+def test_rows_of_any_length_on_one_slot(emulator, shape, state_dtype, processors):
+    """Longer than what shared memory holds, as long, shorter, empty, and a padding row."""
+    emulator.configure(num_processors=processors)
+    arguments, guarded = inputs.decode_arguments(
+        (19, 8, 0, 3, 9), *shape, dtype=torch.bfloat16, state_dtype=state_dtype, state_v_first=True
+    )
+    arguments["initial_state_indices"][4] = -1
+    arguments |= {"use_qk_l2norm_in_kernel": True, "out": torch.full(arguments["v"].shape, math.nan)}
+    wide = to_float64({**arguments, "out": None})
+    expected = oracle.fused_sigmoid_gating_delta_rule_update(**wide)
+    o = call(DECODE, arguments)
+    half = 0.0 if state_dtype == torch.float32 else tolerance("decode_half_pool", torch.bfloat16)
+    assert packed_relative_error(o, expected, arguments["cu_seqlens"]) <= 2e-6
+    assert bool((o[:, -9:] == 0).all())
+    bound = max(tolerance("decode_state", torch.bfloat16), half)
+    assert relative_error(guarded.pool, wide["initial_state_source"], (2, 3)) <= bound
+    guarded.check()
+
+
+def test_long_rows_have_the_bits_of_single_tokens(emulator):
+    arguments, _ = inputs.decode_arguments((11, 2), 2, 4, 64, 64, dtype=torch.bfloat16, state_v_first=True)
+    single = clone(arguments)
+    o = call(DECODE, arguments)
+    slots = single["initial_state_indices"]
+    single |= {"cu_seqlens": None}
+    for row, (start, end) in enumerate(((0, 11), (11, 13))):
+        for t in range(start, end):
+            step = dict(single)
+            for name in ("q", "k", "v"):
+                step[name] = single[name][:, t : t + 1]
+            for name in ("a", "b"):
+                step[name] = single[name][t : t + 1]
+            step["initial_state_indices"] = slots[row : row + 1]
+            assert same_bits(call(DECODE, step), o[:, t : t + 1])
+    assert same_bits(single["initial_state_source"], arguments["initial_state_source"])
 
 
 @BOTH_FUSED
@@ -143,11 +181,13 @@ def test_up_to_16_tokens(emulator, op, S):
 
 
 @BOTH_FUSED
-@pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid"])
+@pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid", "none"])
 @SPLITS
 def test_every_activation_and_ratio(emulator, op, activation, processors):
     emulator.configure(num_processors=processors)
     arguments, guarded = fused_call(op, (2, 1), 2, (2, 10, 64, 64), accepted=(1, 2), activation=activation)
+    if activation == "none":
+        arguments["output_gate"] = torch.full_like(arguments["output_gate"], math.nan)
     check(op, arguments, guarded)
 
 

@@ -139,12 +139,13 @@ def problems_of(kernel: Kernel) -> Iterator[str]:
     local = {name: n for name, n in kernel.instructions.items() if name.startswith(("LDL", "STL"))}
     if local:
         yield f"accesses to local memory: {local}"
-    # Loaded in two places, before the tokens are brought and for later columns; stored in one.
+    # Loaded before the tokens are brought and, but with long rows, for later columns; stored in one place.
     vectors = state_vectors(kernel.name)
-    if (kernel.wide_loads, kernel.wide_stores) != (2 * vectors, vectors):
+    loads = vectors if kernel.name.endswith("_rows") else 2 * vectors
+    if (kernel.wide_loads, kernel.wide_stores) != (loads, vectors):
         yield (
-            f"{kernel.wide_loads} loads and {kernel.wide_stores} stores of 16 bytes, expected {2 * vectors} and "
-            f"{vectors}: the state takes others too"
+            f"{kernel.wide_loads} loads and {kernel.wide_stores} stores of 16 bytes, expected {loads} and {vectors}: "
+            "the state takes others too"
         )
 
 

@@ -14,16 +14,14 @@ void call(const void* params) {
 }  // namespace
 
 #define GDN_ENTRY(NAME) {#NAME, &call<&NAME>},
-#define GDN_ENTRIES(KEY_DIM)                        \
-  GDN_ENTRY(gdn_decode_##KEY_DIM##_float32_slots)   \
-  GDN_ENTRY(gdn_decode_##KEY_DIM##_float32_replay)  \
-  GDN_ENTRY(gdn_decode_##KEY_DIM##_bfloat16_slots)  \
-  GDN_ENTRY(gdn_decode_##KEY_DIM##_bfloat16_replay) \
-  GDN_ENTRY(gdn_decode_##KEY_DIM##_float16_slots)   \
-  GDN_ENTRY(gdn_decode_##KEY_DIM##_float16_replay)
+#define GDN_ENTRIES(KEY_DIM, STATE)                  \
+  GDN_ENTRY(gdn_decode_##KEY_DIM##_##STATE##_slots)  \
+  GDN_ENTRY(gdn_decode_##KEY_DIM##_##STATE##_replay) \
+  GDN_ENTRY(gdn_decode_##KEY_DIM##_##STATE##_rows)
+#define GDN_STATES(KEY_DIM) GDN_ENTRIES(KEY_DIM, float32) GDN_ENTRIES(KEY_DIM, bfloat16) GDN_ENTRIES(KEY_DIM, float16)
 
 const std::map<std::string, EmulatedKernel>& emulated_kernels() {
-  static const std::map<std::string, EmulatedKernel> kernels{GDN_ENTRIES(64) GDN_ENTRIES(128) GDN_ENTRIES(256)};
+  static const std::map<std::string, EmulatedKernel> kernels{GDN_STATES(64) GDN_STATES(128) GDN_STATES(256)};
   return kernels;
 }
 

@@ -670,7 +670,7 @@ def rms_norm_gated(
         x, gate: [..., V], fp32, bf16 or fp16, any strides.
         weight: [V].
         eps: added to the mean square.
-        activation: ``"silu"``, ``"swish"`` (the same) or ``"sigmoid"``.
+        activation: ``"silu"``, ``"swish"`` (the same), ``"sigmoid"`` or ``"none"``, which does not read the gate.
         out: [..., V], any activation dtype, written instead of a new tensor; may be x or gate.
 
     Returns:
@@ -730,7 +730,7 @@ def fused_gdn_decode_post_conv_mtp(
         out: [T, HV, V], any activation dtype, written instead of a new tensor.
         scale: of the output before the norm, K ** -0.5 by default.
         norm_eps: eps of the gated norm.
-        output_gate_activation: ``"silu"``, ``"swish"`` or ``"sigmoid"``.
+        output_gate_activation: ``"silu"``, ``"swish"``, ``"sigmoid"`` or ``"none"``, which does not read the gate.
         num_key_heads: H; by default it follows from C, HV, V and ``head_k_dim``.
         head_k_dim: K.
 

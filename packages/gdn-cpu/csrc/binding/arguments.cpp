@@ -8,82 +8,6 @@
 
 namespace gdn::cpu {
 
-// --- scalars ---
-
-bool flag(handle value, Name name) {
-  if (value.ptr() == Py_True) return true;
-  if (value.ptr() == Py_False) return false;
-  // What has a length only, as a str or a list, is true or false too, but not a flag.
-  const int truth = PyObject_HasAttrString(value.ptr(), "__bool__") == 1 ? PyObject_IsTrue(value.ptr()) : -1;
-  if (truth < 0) {
-    PyErr_Clear();
-    raise_type(cat({name, ": expected a bool, got ", nb::type_name(value.type()).c_str()}));
-  }
-  return truth == 1;
-}
-
-double number(handle value, Name name) {
-  const double result = PyFloat_AsDouble(value.ptr());
-  if (result == -1.0 && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    raise_type(cat({name, ": expected a number, got ", nb::type_name(value.type()).c_str()}));
-  }
-  return result;
-}
-
-double positive(handle value, Name name) {
-  const double result = number(value, name);
-  if (!(result > 0)) raise_value(cat({name, ": expected a positive number, got ", std::to_string(result)}));
-  return result;
-}
-
-double non_negative(handle value, Name name) {
-  const double result = number(value, name);
-  if (!(result >= 0)) raise_value(cat({name, ": expected a number >= 0, got ", std::to_string(result)}));
-  return result;
-}
-
-std::optional<double> optional_number(handle value, Name name) {
-  if (value.is_none()) return std::nullopt;
-  return number(value, name);
-}
-
-namespace {
-
-std::int64_t as_integer(handle value, Name name, Name expected) {
-  const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
-  if (!index.is_valid()) {
-    PyErr_Clear();
-    raise_type(cat({name, ": expected ", expected, ", got ", nb::type_name(value.type()).c_str()}));
-  }
-  const long long result = PyLong_AsLongLong(index.ptr());
-  if (result == -1 && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    raise_value(cat({name, ": expected an int of 64 bits, got ", nb::repr(index).c_str()}));
-  }
-  return result;
-}
-
-}  // namespace
-
-std::int64_t integer(handle value, Name name) { return as_integer(value, name, "an int"); }
-
-std::optional<std::int64_t> optional_integer(handle value, Name name) {
-  if (value.is_none()) return std::nullopt;
-  return as_integer(value, name, "an int or None");
-}
-
-GateActivation gate_activation(handle value, Name name) {
-  if (PyUnicode_Check(value.ptr())) {
-    const char* utf8 = PyUnicode_AsUTF8AndSize(value.ptr(), nullptr);
-    if (utf8 == nullptr) throw nb::python_error();
-    const std::string_view text = utf8;
-    if (text == "silu" || text == "swish") return GateActivation::kSilu;
-    if (text == "sigmoid") return GateActivation::kSigmoid;
-  }
-  raise_value(cat({name, ": expected one of 'silu', 'swish', 'sigmoid', got ", nb::repr(value).c_str()}));
-}
-
 bool debug_checks() {
   const char* value = std::getenv("GDN_DEBUG");
   return value != nullptr && std::strcmp(value, "1") == 0;
@@ -100,21 +24,9 @@ int num_threads() {
 
 // --- tensors ---
 
-std::optional<DType> floating_dtype(const TensorView& view) {
-  if (is_dtype(view, dlpack::kFloat, 32)) return DType::kFloat32;
-  if (is_dtype(view, dlpack::kBFloat, 16)) return DType::kBFloat16;
-  if (is_dtype(view, dlpack::kFloat, 16)) return DType::kFloat16;
-  return std::nullopt;
-}
-
-void raise_floating(const TensorView& view, Name name, const std::string& expected_shape) {
-  if (is_dtype(view, dlpack::kFloat, 64)) decline(cat({name, ": float64 runs on the reference"}));
-  raise_type(cat({name, ": expected float32 or bfloat16 or float16 ", expected_shape, ", got ", describe(view)}));
-}
-
 DType check_floating(const TensorView& view, Name name, Shape shape) {
   check_readable(view, name);
-  const std::optional<DType> dtype = floating_dtype(view);
+  const std::optional<DType> dtype = floating_dtype<DType>(view);
   if (!dtype) raise_floating(view, name, shape_text(shape));
   check_shape(view, name, shape);
   return *dtype;
@@ -122,59 +34,8 @@ DType check_floating(const TensorView& view, Name name, Shape shape) {
 
 void check_exact(const TensorView& view, Name name, dlpack::DataType dtype, Shape shape) {
   check_readable(view, name);
-  if (view.dl.dtype.code != dtype.code || view.dl.dtype.bits != dtype.bits) {
-    raise_type(cat({name, ": expected ", dtype_name(dtype), " ", shape_text(shape), ", got ", describe(view)}));
-  }
+  check_dtype(view, name, dtype, shape);
   check_shape(view, name, shape);
-}
-
-void check_same_dtype(const TensorView& view, Name name, const TensorView& other, Name other_name) {
-  if (view.dl.dtype.code != other.dl.dtype.code || view.dl.dtype.bits != other.dl.dtype.bits) {
-    raise_type(cat({name, ": expected the dtype of ", other_name, ", ", describe(other), ", got ", describe(view)}));
-  }
-}
-
-namespace {
-
-bool has_unit_stride(const TensorView& view) { return view.numel() == 0 || view.size(-1) <= 1 || view.stride(-1) == 1; }
-
-}  // namespace
-
-void make_unit_stride(TensorView& view) {
-  if (has_unit_stride(view)) return;
-  nb::object copy = view.object.attr("contiguous")();
-  borrow(copy, view);
-  view.owner = std::move(copy);
-}
-
-void check_unit_stride(const TensorView& view, Name name) {
-  if (!has_unit_stride(view)) {
-    raise_value(cat({name, ": expected a unit stride in the last dimension, got strides ",
-                     list_text(view.dl.strides, view.ndim())}));
-  }
-}
-
-void check_not_empty(const TensorView& view, Name name) {
-  if (view.size(-1) < 1) {
-    raise_value(cat({name, ": expected a last dimension of at least 1, got ", describe(view)}));
-  }
-}
-
-void check_separate_elements(const TensorView& view, Name name) {
-  if (view.numel() == 0) return;
-  SmallVector<int> dims;  // by stride
-  for (int dim = view.ndim() - 1; dim >= 0; --dim) {
-    if (view.size(dim) > 1) dims.push_back(dim);
-  }
-  std::sort(dims.begin(), dims.end(), [&](int a, int b) { return view.stride(a) < view.stride(b); });
-  std::int64_t span = 1;
-  for (const int dim : dims) {
-    if (view.stride(dim) < span) {
-      raise_value(cat(
-          {name, ": expected elements that do not overlap, got strides ", list_text(view.dl.strides, view.ndim())}));
-    }
-    span += view.stride(dim) * (view.size(dim) - 1);
-  }
 }
 
 HeadVector head_vector(const TensorView& view, Name name, std::int64_t size) {
@@ -191,7 +52,7 @@ std::int64_t batch_stride(const TensorView& view, int ndim) { return view.ndim()
 
 Operand heads_operand(TensorView& view) {
   make_unit_stride(view);
-  return {view.data(), *floating_dtype(view), batch_stride(view, 4), view.stride(-3), view.stride(-2)};
+  return {view.data(), *floating_dtype<DType>(view), batch_stride(view, 4), view.stride(-3), view.stride(-2)};
 }
 
 Operand values_operand(const TensorView& view, Name name, Shape shape) {
@@ -206,30 +67,13 @@ MutableOperand output_operand(const TensorView& view, Name name, Shape shape) {
   return {view.data(), dtype, batch_stride(view, 4), view.stride(-3), view.stride(-2)};
 }
 
-void check_packed_slots(const TensorView& view, Name name) {
-  std::int64_t expected = 1;
-  for (int dim = view.ndim() - 1; dim > 0; --dim) {
-    if (view.size(dim) != 1 && view.stride(dim) != expected) {
-      raise_value(cat({name, ": expected the inside of a slot to be packed, got strides ",
-                       list_text(view.dl.strides, view.ndim()), " for ", describe(view)}));
-    }
-    expected *= view.size(dim);
-  }
-  if (view.size(0) > 1 && view.numel() > 0 && view.stride(0) < expected) {
-    raise_value(
-        cat({name, ": expected slots that do not overlap, got a slot stride of ", std::to_string(view.stride(0))}));
-  }
-}
-
 // --- indices ---
 
 namespace {
 
 void check_integers(const TensorView& view, Name name, Shape shape) {
   check_readable(view, name);
-  if (!is_dtype(view, dlpack::kInt, 64) && !is_dtype(view, dlpack::kInt, 32)) {
-    raise_type(cat({name, ": expected int32 or int64 ", shape_text(shape), ", got ", describe(view)}));
-  }
+  check_integer_dtype(view, name, shape);
   check_shape(view, name, shape);
 }
 

@@ -8,24 +8,13 @@
 
 #include "check.h"
 #include "kernels/params.h"
+#include "layout.h"
 #include "runtime/small_vector.h"
+#include "scalars.h"
 
 namespace gdn::cpu {
 
 using nb::handle;
-
-// --- scalars ---
-
-bool flag(handle value, Name name);
-double number(handle value, Name name);
-double positive(handle value, Name name);
-double non_negative(handle value, Name name);
-std::optional<double> optional_number(handle value, Name name);
-std::int64_t integer(handle value, Name name);
-std::optional<std::int64_t> optional_integer(handle value, Name name);
-
-// 'silu', 'swish' or 'sigmoid'.
-GateActivation gate_activation(handle value, Name name);
 
 // True under GDN_DEBUG=1.
 bool debug_checks();
@@ -37,19 +26,8 @@ int num_threads();
 
 // A readable tensor of an activation dtype and of `shape`; returns that dtype. float64 is declined.
 DType check_floating(const TensorView& view, Name name, Shape shape);
-// The activation dtype of a readable tensor, if it has one.
-std::optional<DType> floating_dtype(const TensorView& view);
-[[noreturn]] void raise_floating(const TensorView& view, Name name, const std::string& expected_shape);
-
 // A readable tensor of exactly `dtype` and of `shape`.
 void check_exact(const TensorView& view, Name name, dlpack::DataType dtype, Shape shape);
-void check_same_dtype(const TensorView& view, Name name, const TensorView& other, Name other_name);
-
-// The last dimension gets a unit stride: in place where it has one, else through a copy that `view` then owns.
-void make_unit_stride(TensorView& view);
-void check_unit_stride(const TensorView& view, Name name);
-// The last dimension must have elements.
-void check_not_empty(const TensorView& view, Name name);
 
 // [HV] values of any stride.
 HeadVector head_vector(const TensorView& view, Name name, std::int64_t size);
@@ -58,13 +36,8 @@ HeadVector head_vector(const TensorView& view, Name name, std::int64_t size);
 Operand heads_operand(TensorView& view);
 // [B, T, heads]: one value a head, any strides.
 Operand values_operand(const TensorView& view, Name name, Shape shape);
-// No two elements may share memory.
-void check_separate_elements(const TensorView& view, Name name);
 // An output [B, T, heads, dim] or [T, heads, dim].
 MutableOperand output_operand(const TensorView& view, Name name, Shape shape);
-
-// The inside of each slot must be packed; the stride between slots is free.
-void check_packed_slots(const TensorView& view, Name name);
 
 // --- indices ---
 

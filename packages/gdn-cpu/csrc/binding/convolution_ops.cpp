@@ -38,7 +38,7 @@ void set_filter(ConvolutionParams& params, const TensorView& weight, const Tenso
 }
 
 ConvolutionStates states_of(const TensorView& view) {
-  return {view.data(), *floating_dtype(view), view.stride(0), view.stride(1), view.stride(2)};
+  return {view.data(), *floating_dtype<DType>(view), view.stride(0), view.stride(1), view.stride(2)};
 }
 
 // A pool [P, C, state_len] that is updated in place.
@@ -138,8 +138,9 @@ void set_operands(ConvolutionParams& params, TensorView& x, const TensorView& ou
     copy_into_view(x);
     params.in_place = false;
   }
-  params.x = {x.data(), *floating_dtype(x), stride_of(x, axes.batch), stride_of(x, axes.token), x.stride(axes.channel)};
-  params.out = {out.data(), *floating_dtype(out), stride_of(out, axes.batch), stride_of(out, axes.token),
+  params.x = {x.data(), *floating_dtype<DType>(x), stride_of(x, axes.batch), stride_of(x, axes.token),
+              x.stride(axes.channel)};
+  params.out = {out.data(), *floating_dtype<DType>(out), stride_of(out, axes.batch), stride_of(out, axes.token),
                 out.stride(axes.channel)};
   params.stream_out = out.numel() * (out.dl.dtype.bits / 8) >= kFewestStreamedBytes;
 }
@@ -147,7 +148,7 @@ void set_operands(ConvolutionParams& params, TensorView& x, const TensorView& ou
 void check_out(const TensorView& out, const TensorView& x) {
   check_readable(out, "out");
   const std::string shape = list_text(x.dl.shape, x.ndim());
-  if (!floating_dtype(out)) raise_floating(out, "out", shape);
+  if (!floating_dtype<DType>(out)) raise_floating(out, "out", shape);
   const bool same =
       out.ndim() == x.ndim() &&
       std::memcmp(out.dl.shape, x.dl.shape, sizeof(std::int64_t) * static_cast<std::size_t>(x.ndim())) == 0;

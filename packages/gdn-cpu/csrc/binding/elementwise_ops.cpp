@@ -22,7 +22,7 @@ void check_shape_of(const TensorView& view, Name name, const TensorView& model) 
 
 DType check_like(const TensorView& view, Name name, const TensorView& model) {
   check_readable(view, name);
-  const std::optional<DType> dtype = floating_dtype(view);
+  const std::optional<DType> dtype = floating_dtype<DType>(view);
   if (!dtype) raise_floating(view, name, list_text(model.dl.shape, model.ndim()));
   check_shape_of(view, name, model);
   return *dtype;
@@ -151,7 +151,7 @@ void rms_norm_gated(TensorView& x, TensorView& gate, TensorView& weight, handle 
   params.gate_rows.dtype = check_like(gate, "gate", x);
   params.dim = x.size(-1);
   params.weight = head_vector(weight, "weight", params.dim);
-  params.activation = gate_activation(activation, "activation");
+  params.activation = gate_activation<GateActivation>(activation, "activation");
   params.eps = static_cast<float>(non_negative(eps, "eps"));
   params.out_rows.dtype = check_like(out, "out", x);
   check_unit_stride(out, "out");

@@ -105,34 +105,7 @@ NB_MODULE(_C, m) {
         "dry_run"_a = false);
   m.def("rms_norm_gated", &gdn::cpu::rms_norm_gated, "x"_a.none(), "gate"_a.none(), "weight"_a.none(), "eps"_a.none(),
         "activation"_a.none(), "out"_a.none(), "dry_run"_a = false);
-  m.def("fused_sigmoid_gating_delta_rule_update", &gdn::cpu::fused_sigmoid_gating_delta_rule_update, "A_log"_a.none(),
-        "dt_bias"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "a"_a.none(), "b"_a.none(),
-        "initial_state_source"_a.none(), "initial_state_indices"_a.none(), "cu_seqlens"_a.none(),
-        "use_qk_l2norm_in_kernel"_a.none(), "softplus_beta"_a.none(), "softplus_threshold"_a.none(), "scale"_a.none(),
-        "state_v_first"_a.none(), "null_slot"_a.none(), "out"_a.none(), "dry_run"_a = false);
-  m.def("fused_sigmoid_gating_delta_rule_update_spec", &gdn::cpu::fused_sigmoid_gating_delta_rule_update_spec,
-        "A_log"_a.none(), "dt_bias"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "a"_a.none(), "b"_a.none(),
-        "initial_state_source"_a.none(), "spec_state_indices"_a.none(), "num_accepted_tokens"_a.none(),
-        "cu_seqlens"_a.none(), "use_qk_l2norm_in_kernel"_a.none(), "softplus_beta"_a.none(),
-        "softplus_threshold"_a.none(), "scale"_a.none(), "state_v_first"_a.none(), "null_slot"_a.none(), "out"_a.none(),
-        "dry_run"_a = false);
-  m.def("fused_sigmoid_gating_delta_rule_update_replay", &gdn::cpu::fused_sigmoid_gating_delta_rule_update_replay,
-        "A_log"_a.none(), "dt_bias"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "a"_a.none(), "b"_a.none(),
-        "state"_a.none(), "slot_indices"_a.none(), "records_k"_a.none(), "records_u"_a.none(), "records_decay"_a.none(),
-        "records_live"_a.none(), "num_accepted_tokens"_a.none(), "cu_seqlens"_a.none(),
-        "use_qk_l2norm_in_kernel"_a.none(), "softplus_beta"_a.none(), "softplus_threshold"_a.none(), "scale"_a.none(),
-        "state_v_first"_a.none(), "null_slot"_a.none(), "out"_a.none(), "dry_run"_a = false);
-  m.def("fused_gdn_decode_post_conv_mtp", &gdn::cpu::fused_gdn_decode_post_conv_mtp, "mixed_qkv"_a.none(), "a"_a.none(),
-        "b"_a.none(), "A_log"_a.none(), "dt_bias"_a.none(), "state_indices"_a.none(), "cu_seqlens"_a.none(),
-        "num_accepted_tokens"_a.none(), "state"_a.none(), "output_gate"_a.none(), "norm_weight"_a.none(),
-        "scale"_a.none(), "norm_eps"_a.none(), "output_gate_activation"_a.none(), "num_key_heads"_a.none(),
-        "head_k_dim"_a.none(), "state_v_first"_a.none(), "null_slot"_a.none(), "out"_a.none(), "dry_run"_a = false);
-  m.def("fused_gdn_decode_post_conv_mtp_replay", &gdn::cpu::fused_gdn_decode_post_conv_mtp_replay, "mixed_qkv"_a.none(),
-        "a"_a.none(), "b"_a.none(), "A_log"_a.none(), "dt_bias"_a.none(), "slot_indices"_a.none(), "records_k"_a.none(),
-        "records_u"_a.none(), "records_decay"_a.none(), "records_live"_a.none(), "cu_seqlens"_a.none(),
-        "num_accepted_tokens"_a.none(), "state"_a.none(), "output_gate"_a.none(), "norm_weight"_a.none(),
-        "scale"_a.none(), "norm_eps"_a.none(), "output_gate_activation"_a.none(), "num_key_heads"_a.none(),
-        "head_k_dim"_a.none(), "state_v_first"_a.none(), "null_slot"_a.none(), "out"_a.none(), "dry_run"_a = false);
+  gdn::bind_decode_ops<gdn::cpu::Decode>(m);
   m.def("fused_recurrent_gated_delta_rule", &gdn::cpu::fused_recurrent_gated_delta_rule, "q"_a.none(), "k"_a.none(),
         "v"_a.none(), "g"_a.none(), "beta"_a.none(), "scale"_a.none(), "initial_state"_a.none(), "state"_a.none(),
         "use_qk_l2norm_in_kernel"_a.none(), "use_gate_in_kernel"_a.none(), "A_log"_a.none(), "dt_bias"_a.none(),

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "decode_ops.h"
 
 namespace gdn::cpu {
 
@@ -13,43 +14,16 @@ void fused_gdn_gating(TensorView& A_log, TensorView& a, TensorView& b, TensorVie
 void rms_norm_gated(TensorView& x, TensorView& gate, TensorView& weight, handle eps, handle activation, TensorView& out,
                     bool dry_run);
 
-void fused_sigmoid_gating_delta_rule_update(TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k,
-                                            TensorView& v, TensorView& a, TensorView& b,
-                                            TensorView& initial_state_source, TensorView& initial_state_indices,
-                                            TensorView& cu_seqlens, handle use_qk_l2norm_in_kernel,
-                                            handle softplus_beta, handle softplus_threshold, handle scale,
-                                            handle state_v_first, handle null_slot, TensorView& out, bool dry_run);
-
-void fused_sigmoid_gating_delta_rule_update_spec(TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k,
-                                                 TensorView& v, TensorView& a, TensorView& b,
-                                                 TensorView& initial_state_source, TensorView& spec_state_indices,
-                                                 TensorView& num_accepted_tokens, TensorView& cu_seqlens,
-                                                 handle use_qk_l2norm_in_kernel, handle softplus_beta,
-                                                 handle softplus_threshold, handle scale, handle state_v_first,
-                                                 handle null_slot, TensorView& out, bool dry_run);
-
-void fused_sigmoid_gating_delta_rule_update_replay(
-    TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k, TensorView& v, TensorView& a, TensorView& b,
-    TensorView& state, TensorView& slot_indices, TensorView& records_k, TensorView& records_u,
-    TensorView& records_decay, TensorView& records_live, TensorView& num_accepted_tokens, TensorView& cu_seqlens,
-    handle use_qk_l2norm_in_kernel, handle softplus_beta, handle softplus_threshold, handle scale, handle state_v_first,
-    handle null_slot, TensorView& out, bool dry_run);
-
-void fused_gdn_decode_post_conv_mtp(TensorView& mixed_qkv, TensorView& a, TensorView& b, TensorView& A_log,
-                                    TensorView& dt_bias, TensorView& state_indices, TensorView& cu_seqlens,
-                                    TensorView& num_accepted_tokens, TensorView& state, TensorView& output_gate,
-                                    TensorView& norm_weight, handle scale, handle norm_eps,
-                                    handle output_gate_activation, handle num_key_heads, handle head_k_dim,
-                                    handle state_v_first, handle null_slot, TensorView& out, bool dry_run);
-
-void fused_gdn_decode_post_conv_mtp_replay(TensorView& mixed_qkv, TensorView& a, TensorView& b, TensorView& A_log,
-                                           TensorView& dt_bias, TensorView& slot_indices, TensorView& records_k,
-                                           TensorView& records_u, TensorView& records_decay, TensorView& records_live,
-                                           TensorView& cu_seqlens, TensorView& num_accepted_tokens, TensorView& state,
-                                           TensorView& output_gate, TensorView& norm_weight, handle scale,
-                                           handle norm_eps, handle output_gate_activation, handle num_key_heads,
-                                           handle head_k_dim, handle state_v_first, handle null_slot, TensorView& out,
-                                           bool dry_run);
+// The decode operations, which decode_ops.h binds.
+struct Decode {
+  static void run_single(const DecodeArguments& args, const RowArguments& rows, bool dry_run);
+  static void run_several_slots(const DecodeArguments& args, const RowArguments& rows, bool dry_run);
+  static void run_several_slots(const FusedArguments& args, const RowArguments& rows, bool dry_run);
+  static void run_replay(const DecodeArguments& args, const RowArguments& rows, const RecordTensors& records,
+                         bool dry_run);
+  static void run_replay(const FusedArguments& args, const RowArguments& rows, const RecordTensors& records,
+                         bool dry_run);
+};
 
 void fused_recurrent_gated_delta_rule(TensorView& q, TensorView& k, TensorView& v, TensorView& g, TensorView& beta,
                                       handle scale, TensorView& initial_state, TensorView& state,

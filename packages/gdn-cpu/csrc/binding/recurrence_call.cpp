@@ -10,26 +10,7 @@
 
 namespace gdn::cpu {
 
-Sizes check_qkv(const TensorView& q, const TensorView& k, const TensorView& v, Dim batch) {
-  check_floating(q, "q", {batch, "T", "H", "K"});
-  Sizes s{q.size(0), q.size(1), q.size(2), q.size(3), 0, 0};
-  check_floating(k, "k", {s.batch, s.tokens, s.key_heads, s.key_dim});
-  check_floating(v, "v", {s.batch, s.tokens, "HV", "V"});
-  s.value_heads = v.size(2);
-  s.value_dim = v.size(3);
-  check_same_dtype(k, "k", q, "q");
-  check_same_dtype(v, "v", q, "q");
-  check_heads(s, "v");
-  check_not_empty(q, "q");
-  check_not_empty(v, "v");
-  return s;
-}
-
-void check_heads(const Sizes& s, Name name) {
-  if (s.key_heads < 1 || s.value_heads % s.key_heads != 0) {
-    raise_value(cat({name, ": expected a multiple of the ", std::to_string(s.key_heads),
-                     " key heads as value heads, got ", std::to_string(s.value_heads)}));
-  }
+void check_head_dims(const Sizes& s) {
   if (s.key_dim > kMaxHeadDim || s.value_dim > kMaxHeadDim) {
     decline("K and V: from 1 to " + std::to_string(kMaxHeadDim));
   }
@@ -72,7 +53,8 @@ void set_raw_gates(RecurrenceParams& params, const Sizes& s, const TensorView& A
 }
 
 Sizes check_decode(const DecodeArguments& args, RecurrenceParams& params) {
-  const Sizes s = check_qkv(args.q, args.k, args.v, 1);
+  const Sizes s = check_qkv(args.q, args.k, args.v, 1, check_floating);
+  check_head_dims(s);
   set_sizes(params, s);
   set_scale(params, args.scale);
   set_raw_gates(params, s, args.A_log, args.dt_bias, args.a, args.b);

@@ -4,17 +4,12 @@
 #pragma once
 
 #include "arguments.h"
+#include "decode_ops.h"
 
 namespace gdn::cpu {
 
-struct Sizes {
-  std::int64_t batch, tokens, key_heads, key_dim, value_heads, value_dim;
-};
-
-Sizes check_qkv(const TensorView& q, const TensorView& k, const TensorView& v, Dim batch);
-
-// Value heads must come in groups of one key head each, and heads must fit the kernels.
-void check_heads(const Sizes& s, Name name);
+// Heads must fit the kernels.
+void check_head_dims(const Sizes& s);
 
 void set_sizes(RecurrenceParams& params, const Sizes& s);
 void set_scale(RecurrenceParams& params, handle scale);
@@ -28,14 +23,6 @@ void set_pool(RecurrenceParams& params, const TensorView& pool, Name name, const
 // The raw inputs of the gates, [T, HV].
 void set_raw_gates(RecurrenceParams& params, const Sizes& s, const TensorView& A_log, const TensorView& dt_bias,
                    const TensorView& a, const TensorView& b);
-
-// The operands that every form of decode has, but the rows and their slots.
-struct DecodeArguments {
-  TensorView &A_log, &dt_bias, &q, &k, &v, &a, &b, &pool;
-  Name pool_name;
-  handle use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first;
-  TensorView& out;
-};
 
 Sizes check_decode(const DecodeArguments& args, RecurrenceParams& params);
 

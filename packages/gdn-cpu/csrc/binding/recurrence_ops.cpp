@@ -12,25 +12,18 @@ namespace gdn::cpu {
 
 // --- decode ---
 
-void fused_sigmoid_gating_delta_rule_update(TensorView& A_log, TensorView& dt_bias, TensorView& q, TensorView& k,
-                                            TensorView& v, TensorView& a, TensorView& b,
-                                            TensorView& initial_state_source, TensorView& initial_state_indices,
-                                            TensorView& cu_seqlens, handle use_qk_l2norm_in_kernel,
-                                            handle softplus_beta, handle softplus_threshold, handle scale,
-                                            handle state_v_first, handle null_slot, TensorView& out, bool dry_run) {
+void Decode::run_single(const DecodeArguments& args, const RowArguments& rows, bool dry_run) {
   RecurrenceParams params;
-  const Sizes s = check_decode({A_log, dt_bias, q, k, v, a, b, initial_state_source, "initial_state_source",
-                                use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, out},
-                               params);
+  const Sizes s = check_decode(args, params);
 
   RowPlan plan;
-  if (!cu_seqlens.is_none()) plan.offsets = row_offsets(cu_seqlens, "cu_seqlens", s.tokens);
-  params.num_sequences = cu_seqlens.is_none() ? s.tokens : static_cast<std::int64_t>(plan.offsets.size()) - 1;
-  plan.sources = slot_indices(initial_state_indices, "initial_state_indices", params.num_sequences,
-                              initial_state_source.size(0), optional_integer(null_slot, "null_slot"));
+  if (!rows.cu_seqlens.is_none()) plan.offsets = row_offsets(rows.cu_seqlens, "cu_seqlens", s.tokens);
+  params.num_sequences = rows.cu_seqlens.is_none() ? s.tokens : static_cast<std::int64_t>(plan.offsets.size()) - 1;
+  plan.sources = slot_indices(rows.slots, rows.slots_name, params.num_sequences, args.pool.size(0),
+                              optional_integer(rows.null_slot, "null_slot"));
   if (dry_run || s.tokens == 0) return;
 
-  set_qkv(params, q, k, v);
+  set_qkv(params, args.q, args.k, args.v);
   if (plan.offsets.empty()) {
     // One token a row: token n of batch 0 is token 0 of batch n.
     params.tokens_per_sequence = 1;
@@ -83,7 +76,8 @@ void check_log_decay(const RecurrenceParams& params, const Sizes& s) {
 
 // Everything that the token-by-token and the chunked signature share. Returns the sizes; fills params and plan.
 Sizes check_sequences(SequenceArguments& args, RecurrenceParams& params, RowPlan& plan) {
-  const Sizes s = check_qkv(args.q, args.k, args.v, "B");
+  const Sizes s = check_qkv(args.q, args.k, args.v, "B", check_floating);
+  check_head_dims(s);
   set_sizes(params, s);
   set_scale(params, args.scale);
   params.normalize_qk = flag(args.use_qk_l2norm_in_kernel, "use_qk_l2norm_in_kernel");

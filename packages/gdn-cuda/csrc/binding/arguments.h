@@ -5,26 +5,14 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 
 #include "check.h"
 #include "kernels/params.h"
+#include "layout.h"
 
 namespace gdn::cuda {
 
 using nb::handle;
-
-// --- scalars ---
-
-bool flag(handle value, Name name);
-double number(handle value, Name name);
-double positive(handle value, Name name);
-double non_negative(handle value, Name name);
-std::int64_t integer(handle value, Name name);
-// 'silu', 'swish' or 'sigmoid'.
-Activation gate_activation(handle value, Name name);
-
-// --- tensors ---
 
 // All tensors of a call, which have to be on one device.
 class Device {
@@ -55,14 +43,6 @@ class Arguments {
  private:
   Device device_;
 };
-
-DType dtype_of(const TensorView& view);
-void check_same_dtype(const TensorView& view, Name name, const TensorView& other, Name other_name);
-void check_not_empty(const TensorView& view, Name name);
-void check_unit_stride(const TensorView& view, Name name);
-void check_separate_elements(const TensorView& view, Name name);
-// The inside of each slot must be packed; the stride between slots is free.
-void check_packed_slots(const TensorView& view, Name name);
 
 // [.., heads, dim], the last dimension given a unit stride by a copy that `view` then owns, if it has none.
 Operand heads_operand(TensorView& view);

@@ -13,11 +13,14 @@
 // that one pass over the old one gives both products, and one reduction both sums.
 //
 // Several slots: the row resumes from slots[n, accepted - 1]; the state after token t goes to slots[n, t].
-// Replay: the row has one slot. First its records of the last step's accepted tokens (k, u, decay) are applied to the
-// state with the same last line as above, so with the same bits, and the state is stored; then the new tokens run,
-// and leave records instead of states.
+// Long rows: the row has one slot, where the state after its last token goes, and any length; neither norm nor gate.
+// Its tokens come to shared memory num_columns at a time. Replay: the row has one slot. First its records of the last
+// step's accepted tokens (k, u, decay) are applied to the state with the same last line as above, so with the same
+// bits, and the state is stored; then the new tokens run, and leave records instead of states.
 //
 // Memory: state [num_slots, HV, V, K], a slot packed; the operands as params.h says.
+//
+// With row_indices, row n of the call is row row_indices[n] of the tables, and tokens of other rows are left alone.
 //
 // A block has one row, one value head, and value_dim / num_splits of its columns (rows of M), in one or more passes; 8
 // threads share a row of M (state_tile.h). Warps bring tokens to shared memory, one each at a time, while the state is
@@ -34,18 +37,25 @@
 
 namespace gdn::cuda {
 
-template <int kKeyDim, class State, bool kReplay>
+template <int kKeyDim, class State, Form kForm>
 struct DecodeBlock {
+  static constexpr bool kReplay = kForm == Form::kReplay, kLongRows = kForm == Form::kRows;
   using Tile = StateTile<kKeyDim, State>;
   using Storage = typename Tile::Storage;
   static constexpr int kPerLane = kKeyDim / kWarp;
 
   struct Row {
+    Index index;  // in the tables of the call
     Index start;  // tokens [start, start + length)
     Index source;
-    int length;
+    Index length;
     int num_replayed;
     bool is_live;
+  };
+  // Tokens of a row that are in shared memory at the same time.
+  struct Part {
+    Index start;
+    int length;
   };
 
   const DecodeParams& p;
@@ -88,20 +98,23 @@ struct DecodeBlock {
 
   // A row that is out of range in any way is padding; of its tokens those that exist are cleared.
   GDN_DEVICE Row read_row() const {
-    const Index start = row_start(n), end = row_start(n + 1);
-    Index accepted = p.num_accepted_tokens.data == nullptr ? 1 : load_index(p.num_accepted_tokens, n);
+    const Index index = p.row_indices.data == nullptr ? n : load_index(p.row_indices, n);
+    Row row{index, 0, -1, 0, 0, false};
+    if (index < 0 || index >= p.num_table_rows) return row;
+    const Index start = row_start(index), end = row_start(index + 1);
+    Index accepted = p.num_accepted_tokens.data == nullptr ? 1 : load_index(p.num_accepted_tokens, index);
     if (accepted == 0) accepted = 1;
-    Row row{start, -1, 0, 0, false};
-    const bool is_valid = 0 <= start && start <= end && end <= p.num_tokens && end - start <= p.num_columns &&
-                          0 < accepted && accepted <= p.num_columns;
+    const bool is_valid = 0 <= start && start <= end && end <= p.num_tokens &&
+                          (kLongRows || end - start <= p.num_columns) && 0 < accepted && accepted <= p.num_columns;
     if (!is_valid) {
       const Index first = start < 0 ? 0 : start, last = end < p.num_tokens ? end : p.num_tokens;
 #pragma unroll 1
       for (Index t = first; t < last; ++t) clear_token(t);
       return row;
     }
-    row.length = static_cast<int>(end - start);
-    row.source = load_index(p.slots, n, kReplay ? 0 : accepted - 1);
+    row.start = start;
+    row.length = end - start;
+    row.source = load_index(p.slots, index, kForm == Form::kSlots ? accepted - 1 : 0);
     row.is_live = is_slot(row.source);
     if (kReplay && row.is_live) {
       const int live = p.records.live[row.source * p.records.live_stride];
@@ -110,12 +123,8 @@ struct DecodeBlock {
     return row;
   }
 
-  GDN_DEVICE Index token_row(Index token) const {
-    return p.token_rows.data == nullptr ? token : load_index(p.token_rows, token);
-  }
-
   GDN_DEVICE void clear_token(Index token) const {
-    const Index index = token_row(token) * p.out.token_stride + head * p.out.head_stride + v_begin;
+    const Index index = token * p.out.token_stride + head * p.out.head_stride + v_begin;
     with_dtype(p.out.dtype, [&](auto type) {
 #pragma unroll 1
       for (int c = thread_index(); c < width; c += num_threads()) {
@@ -124,8 +133,10 @@ struct DecodeBlock {
     });
   }
 
-  // Tokens before the first row and after the last, shared out over the blocks.
+  // Tokens before the first row and after the last, shared out over the blocks. With chosen rows the others are not
+  // this call's.
   GDN_DEVICE void clear_uncovered_rows() const {
+    if (p.row_indices.data != nullptr) return;
     Index first = row_start(0), last = row_start(p.num_rows);
     first = first < 0 ? 0 : (first > p.num_tokens ? p.num_tokens : first);
     last = last < first ? first : (last > p.num_tokens ? p.num_tokens : last);
@@ -138,7 +149,7 @@ struct DecodeBlock {
   GDN_DEVICE void run_row(const Row& row) {
     if (!row.is_live) {
 #pragma unroll 1
-      for (int t = 0; t < row.length; ++t) clear_token(row.start + t);
+      for (Index t = 0; t < row.length; ++t) clear_token(row.start + t);
       return;
     }
     if (row.length == 0) return;
@@ -146,31 +157,50 @@ struct DecodeBlock {
     const int pass_rows = num_threads() / kRowLanes * Tile::kRows;
     Tile tile;
     tile.load(state_rows(row.source, group * Tile::kRows), group_lane);
-    stage(row);
-    barrier();
-    if (kReplay && thread_index() == 0) arrive_at_row();
-    tile.widen();
-    int v = group * Tile::kRows;
-    while (true) {
-      if (kReplay && row.num_replayed > 0) {
-        replay(row, tile, v, group_lane);
-        tile.store_and_round(state_rows(row.source, v), group_lane);
-      }
+    if (kLongRows) tile.widen();
+    Part part{row.start, 0};
 #pragma unroll 1
-      for (int t = 0; t < row.length; ++t) {
-        run_token(row, tile, t, v, group_lane);
-        if (!kReplay) {
-          const Index slot = destinations()[t];
-          if (slot >= 0) tile.store(state_rows(slot, v), group_lane);
+    while (true) {
+      part = part_after(row, part);
+      stage(row, part);
+      barrier();
+      if (kReplay && thread_index() == 0) arrive_at_row();
+      if (!kLongRows) tile.widen();
+      int v = group * Tile::kRows;
+      while (true) {
+        if (kReplay && row.num_replayed > 0) {
+          replay(row, tile, v, group_lane);
+          tile.store_and_round(state_rows(row.source, v), group_lane);
         }
+#pragma unroll 1
+        for (int t = 0; t < part.length; ++t) {
+          run_token(row, tile, t, v, group_lane);
+          if (kForm == Form::kSlots) {
+            const Index slot = destinations()[t];
+            if (slot >= 0) tile.store(state_rows(slot, v), group_lane);
+          }
+        }
+        v += pass_rows;
+        if (kLongRows || v >= width) break;
+        tile.load(state_rows(row.source, v), group_lane);
+        tile.widen();
       }
-      v += pass_rows;
-      if (v >= width) break;
-      tile.load(state_rows(row.source, v), group_lane);
-      tile.widen();
+      if (!kLongRows) break;
+      store_outputs(part);
+      if (part.start + part.length == row.start + row.length) break;
+      barrier();
     }
-    finish(row);
+    if (kLongRows) {
+      tile.store(state_rows(row.source, group * Tile::kRows), group_lane);
+    } else {
+      finish(part);
+    }
     if (kReplay) renew_records(row);
+  }
+
+  GDN_DEVICE Part part_after(const Row& row, const Part& part) const {
+    const Index start = part.start + part.length, left = row.start + row.length - start;
+    return {start, left < p.num_columns ? static_cast<int>(left) : p.num_columns};
   }
 
   // `v` counts from the block's first column.
@@ -184,17 +214,16 @@ struct DecodeBlock {
 
   // --- tokens to shared memory, a warp each ---
 
-  GDN_DEVICE void stage(const Row& row) const {
+  GDN_DEVICE void stage(const Row& row, const Part& part) const {
 #pragma unroll 1
-    for (int t = warp; t < row.length; t += num_warps) stage_token(row, t);
+    for (int t = warp; t < part.length; t += num_warps) stage_token(row, part.start + t, t);
     if constexpr (kReplay) {
 #pragma unroll 1
       for (int i = num_warps - 1 - warp; i < row.num_replayed; i += num_warps) stage_record(row, i);
     }
   }
 
-  GDN_DEVICE void stage_token(const Row& row, int t) const {
-    const Index token = token_row(row.start + t);
+  GDN_DEVICE void stage_token(const Row& row, Index token, int t) const {
     float q[kPerLane], k[kPerLane];
     float* v = shared + at.v + t * width;
     with_dtype(p.q.dtype, [&](auto type) {
@@ -222,8 +251,8 @@ struct DecodeBlock {
       shared[shared_at::kDecay + t] = decay_of(token, head);
       shared[shared_at::kBeta + t] = sigmoid(b);
       shared[shared_at::kQk + t] = qk;
-      if constexpr (!kReplay) {
-        const Index slot = load_index(p.slots, n, t);
+      if constexpr (kForm == Form::kSlots) {
+        const Index slot = load_index(p.slots, row.index, t);
         destinations()[t] = is_slot(slot) ? slot : -1;
       }
     }
@@ -341,9 +370,24 @@ struct DecodeBlock {
     sum = multiply_add(m[3], x.w, sum);
   }
 
+  // Long rows have neither norm nor gate.
+  GDN_DEVICE void store_outputs(const Part& part) const {
+    barrier();
+    with_dtype(p.out.dtype, [&](auto type) {
+#pragma unroll 1
+      for (int t = warp; t < part.length; t += num_warps) {
+        const Index index = (part.start + t) * p.out.token_stride + head * p.out.head_stride + v_begin;
+#pragma unroll 1
+        for (int c = lane; c < width; c += kWarp) {
+          store_as<decltype(type)>(p.out.data, index + c, shared[at.o + t * width + c]);
+        }
+      }
+    });
+  }
+
   // --- the norm, a warp a token ---
 
-  GDN_DEVICE void finish(const Row& row) const {
+  GDN_DEVICE void finish(const Part& part) const {
     barrier();
     const bool is_shared_out = p.norm_weight.data != nullptr && p.num_splits > 1;
     const float* o = shared + at.o;
@@ -353,21 +397,21 @@ struct DecodeBlock {
       float* partial =
           p.partial_outputs + (static_cast<Index>(n) * p.num_columns * p.num_value_heads + head) * p.value_dim;
       token_stride = static_cast<Index>(p.num_value_heads) * p.value_dim;
-      if (!is_last_of_head(row, partial, token_stride)) return;
+      if (!is_last_of_head(part, partial, token_stride)) return;
       o = partial;
       begin = 0;
       count = p.value_dim;
     }
 #pragma unroll 1
-    for (int t = warp; t < row.length; t += num_warps) {
-      finish_token(token_row(row.start + t), o + t * token_stride, is_shared_out, begin, count);
+    for (int t = warp; t < part.length; t += num_warps) {
+      finish_token(part.start + t, o + t * token_stride, is_shared_out, begin, count);
     }
   }
 
   // Hands the block's o to whichever block of the head arrives last.
-  GDN_DEVICE bool is_last_of_head(const Row& row, float* partial, Index token_stride) const {
+  GDN_DEVICE bool is_last_of_head(const Part& part, float* partial, Index token_stride) const {
 #pragma unroll 1
-    for (int t = warp; t < row.length; t += num_warps) {
+    for (int t = warp; t < part.length; t += num_warps) {
       for (int c = lane; c < width; c += kWarp) {
         partial[t * token_stride + v_begin + c] = shared[at.o + t * width + c];
       }
@@ -446,10 +490,11 @@ struct DecodeBlock {
   GDN_DEVICE void renew_records(const Row& row) const {
     if (!flags()[1]) return;
     const Records& records = p.records;
+    const int length = static_cast<int>(row.length);
 #pragma unroll 1
-    for (int job = warp; job < row.length * p.num_key_heads; job += num_warps) {
+    for (int job = warp; job < length * p.num_key_heads; job += num_warps) {
       const int t = job / p.num_key_heads, h = job % p.num_key_heads;
-      const Index from = token_row(row.start + t) * p.k.token_stride + h * p.k.head_stride;
+      const Index from = (row.start + t) * p.k.token_stride + h * p.k.head_stride;
       const Index to = row.source * records.k_slot_stride + t * records.k_record_stride + h * records.k_head_stride;
       with_dtype(p.k.dtype, [&](auto type) {
         using Element = typename decltype(type)::Storage;
@@ -460,11 +505,11 @@ struct DecodeBlock {
       });
     }
 #pragma unroll 1
-    for (int job = thread_index(); job < row.length * p.num_value_heads; job += num_threads()) {
+    for (int job = thread_index(); job < length * p.num_value_heads; job += num_threads()) {
       const int t = job / p.num_value_heads, h = job % p.num_value_heads;
-      *decay_record(row.source, t, h) = decay_of(token_row(row.start + t), h);
+      *decay_record(row.source, t, h) = decay_of(row.start + t, h);
     }
-    if (thread_index() == 0) records.live[row.source * records.live_stride] = row.length;
+    if (thread_index() == 0) records.live[row.source * records.live_stride] = length;
   }
 };
 

@@ -40,6 +40,9 @@ struct Indices {
   Index column_stride;
 };
 
+// Several slots a row; one slot and records; one slot and any number of tokens.
+enum class Form : int { kSlots, kReplay, kRows };
+
 // Records of what the tokens of the last step did to each slot; see fused_decode.h.
 struct Records {
   void* k;  // [slots, records, H, K], the activation dtype of k
@@ -67,7 +70,8 @@ inline constexpr int kRowLanes = 8;  // threads that share a row of the state
 // the registers.
 GDN_HOST_DEVICE constexpr int rows_per_thread(int key_dim) { return key_dim > 128 ? 1 : 4; }
 
-inline constexpr int kMaxColumns = 16;  // tokens of a row
+inline constexpr int kMaxColumns = 16;        // tokens of a row
+inline constexpr int kColumnsOfLongRows = 8;  // tokens at a time of rows that may have more
 
 // Shared memory, in floats: first what there is one of a token, at places that the compiler knows.
 namespace shared_at {
@@ -99,10 +103,10 @@ struct DecodeParams {
   Vector norm_weight;  // no data: no norm
   MutableOperand out;
 
-  Indices cu_seqlens;           // [num_rows + 1], absent: one token a row
-  Indices num_accepted_tokens;  // [num_rows], absent: 1 everywhere
-  Indices slots;                // [num_rows, num_columns], with replay [num_rows]
-  Indices token_rows;           // [num_tokens]: where token t lies in the operands; absent: at t
+  Indices cu_seqlens;           // [num_table_rows + 1], absent: one token a row
+  Indices num_accepted_tokens;  // [num_table_rows], absent: 1 everywhere
+  Indices slots;                // [num_table_rows, num_columns], else [num_table_rows]
+  Indices row_indices;          // [num_rows]: which rows of the tables the call runs; absent: all
 
   void* state;  // [num_slots, HV, V, K], the inside of a slot packed
   Index slot_stride;
@@ -115,10 +119,11 @@ struct DecodeParams {
   float* partial_outputs;   // [num_rows, num_columns, HV, V], the same
 
   Index num_rows;
+  Index num_table_rows;
   Index row_blocks;  // blocks in x / num_splits, at least num_rows
   Index num_tokens;
   Index null_slot;
-  int num_columns;  // most tokens of a row
+  int num_columns;  // most tokens of a row; of long rows, most that are in shared memory
   int num_key_heads;
   int num_value_heads;
   int value_dim;

@@ -16,7 +16,7 @@ struct DecodeCall {
   DecodeParams params{};
   int key_dim = 0;
   DType state_dtype = DType::kFloat32;
-  bool replays = false;
+  Form form = Form::kSlots;
   int device = 0;
 };
 

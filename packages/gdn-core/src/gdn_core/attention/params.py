@@ -23,7 +23,7 @@ class GDNLayerParams:
         head_k_dim, head_v_dim: K and V.
         conv_bias: [C], or None.
         activation: after the convolution, None, ``"silu"`` or ``"swish"``.
-        output_gate_activation: ``"silu"``, ``"swish"`` or ``"sigmoid"``.
+        output_gate_activation: ``"silu"``, ``"swish"``, ``"sigmoid"`` or ``"none"``.
 
     Raises:
         ValueError, TypeError: a weight does not fit the head counts.
@@ -63,7 +63,7 @@ class GDNLayerParams:
         if not self.norm_eps >= 0:
             raise ValueError(f"norm_eps: expected a number >= 0, got {self.norm_eps}")
         choice("activation", self.activation, (None, "silu", "swish"))
-        choice("output_gate_activation", self.output_gate_activation, ("silu", "swish", "sigmoid"))
+        choice("output_gate_activation", self.output_gate_activation, ("silu", "swish", "sigmoid", "none"))
 
     @property
     def conv_channels(self) -> int:

@@ -521,7 +521,8 @@ def rms_norm_gated(
     for row in range(len(rows)):
         normed = rows[row] / torch.sqrt((rows[row] * rows[row]).mean() + eps) * weight.double()
         sigmoid = 1 / (1 + torch.exp(-gates[row]))
-        y[row] = normed * (sigmoid if activation == "sigmoid" else gates[row] * sigmoid)
+        factors = {"sigmoid": sigmoid, "none": torch.ones_like(sigmoid)}
+        y[row] = normed * factors.get(activation, gates[row] * sigmoid)
     return y.reshape(x.shape)
 
 
