@@ -735,6 +735,9 @@ def test_errors_of_flush_before_anything_is_written(impl):
         records.flush("x", ints(0))
     with pytest.raises(TypeError, match=r"^num_accepted_tokens: expected a torch.Tensor, got list"):
         records.flush(pool, ints(0), [1])
+    elsewhere = gdn_core.ReplayRecords(3, 2, 1, 1, 16, 16, torch.float32, device="meta")
+    with pytest.raises(ValueError, match=r"^records.u: expected device cpu \(of state\), got meta"):
+        elsewhere.flush(pool, ints(0))
     with torch.inference_mode():
         records.live = records.live.clone()
     with pytest.raises(RuntimeError, match=r"^records.live: expected .*inference_mode"):

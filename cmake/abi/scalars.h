@@ -24,7 +24,23 @@ inline bool flag(nb::handle value, Name name) {
   return truth == 1;
 }
 
+inline std::int64_t integer(nb::handle value, Name name, Name expected = "an int") {
+  const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+  if (!index.is_valid()) {
+    PyErr_Clear();
+    raise_type(cat({name, ": expected ", expected, ", got ", nb::type_name(value.type()).c_str()}));
+  }
+  const long long result = PyLong_AsLongLong(index.ptr());
+  if (result == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    raise_value(cat({name, ": expected an int of 64 bits, got ", nb::repr(index).c_str()}));
+  }
+  return result;
+}
+
 inline double number(nb::handle value, Name name) {
+  // torch takes a Python int as a number of 64 bits, where a float of that size would do.
+  if (PyLong_Check(value.ptr())) return static_cast<double>(integer(value, name, "a number"));
   const double result = PyFloat_AsDouble(value.ptr());
   if (result == -1.0 && PyErr_Occurred() != nullptr) {
     PyErr_Clear();
@@ -48,20 +64,6 @@ inline double non_negative(nb::handle value, Name name) {
 inline std::optional<double> optional_number(nb::handle value, Name name) {
   if (value.is_none()) return std::nullopt;
   return number(value, name);
-}
-
-inline std::int64_t integer(nb::handle value, Name name, Name expected = "an int") {
-  const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
-  if (!index.is_valid()) {
-    PyErr_Clear();
-    raise_type(cat({name, ": expected ", expected, ", got ", nb::type_name(value.type()).c_str()}));
-  }
-  const long long result = PyLong_AsLongLong(index.ptr());
-  if (result == -1 && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    raise_value(cat({name, ": expected an int of 64 bits, got ", nb::repr(index).c_str()}));
-  }
-  return result;
 }
 
 inline std::optional<std::int64_t> optional_integer(nb::handle value, Name name) {

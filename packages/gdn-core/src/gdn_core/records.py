@@ -112,7 +112,8 @@ class ReplayRecords:
             TypeError: an argument is of a wrong type or dtype.
             IndexError: a slot is `P` or more.
             RuntimeError: the pool or the records were made under `torch.inference_mode()`, and this is outside of it.
-            ValueError: a wrong shape, or more tokens are accepted than a slot has live records; nothing is changed.
+            ValueError: a wrong shape or device, or more tokens are accepted than a slot has live records; nothing is
+                changed.
 
         Example:
             >>> records = ReplayRecords(num_slots=4, S=3, H=2, HV=4, K=16, V=8, dtype=torch.float32)
@@ -146,8 +147,9 @@ class ReplayRecords:
         if num_accepted_tokens is not None:
             dense_tensor("num_accepted_tokens", num_accepted_tokens, ("state", state))
             tensor("num_accepted_tokens", num_accepted_tokens, [len(slots)], (torch.int32, torch.int64))
-        written = {"state": state, "records.u": self.u, "records.k": self.k, "records.decay": self.decay}
-        for name, value in (written | {"records.live": self.live}).items():
+        records = {f"records.{name}": getattr(self, name) for name in ("u", "k", "decay", "live")}
+        for name, value in ({"state": state} | records).items():
+            dense_tensor(name, value, ("state", state))
             updatable(name, value)
 
     def _check_slots(self, slots: Tensor, shape: Sequence[str], null_slot: int | None) -> None:
