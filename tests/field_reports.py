@@ -25,7 +25,8 @@ REPORTS = {
     "A08": Report("a state rounded to half precision", "decode, speculation, CUDA"),
     "A09": Report("no decay at all", "chunk"),
     "A10": Report("powers of 2 mixed with natural exponentials", "chunk"),
-    "A11": Report("decays of single channels that are clamped", "channel-wise decays", TO_COME),
+    # Of gates with a decay for each channel of k, which no operation here has: what is left of it is one for each head.
+    "A11": Report("strong decays that are clamped, beside weak ones", "chunk, decode"),
     "A12": Report("outputs that later tokens change", "chunk, decode, convolution"),
     "A13": Report("wrong decays that a zero initial state hides", "chunk"),
     "A15": Report("states dropped between two parts of a prompt", "chunk, convolution"),

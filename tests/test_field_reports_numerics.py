@@ -17,6 +17,7 @@ from report_calls import (
     FUSED,
     FUSED_REPLAY,
     GATING,
+    POOL,
     RECURRENCES,
     RECURRENT,
     REPLAY,
@@ -68,6 +69,29 @@ def test_decays_that_underflow_at_every_token(impl, op, g):
     arguments = rule((65,))
     arguments["g"] = torch.full_like(arguments["g"], g)
     assert_rule(op, arguments, bound=EXTREME)
+
+
+@pytest.mark.report("A11")
+@pytest.mark.parametrize("strong", [0.0, -1.0, -30.0, -87.0, -88.0, -104.0, -300.0, -2661.0])
+@on(*RULES)
+def test_a_head_that_forgets_at_once_beside_one_that_remembers(impl, op, strong):
+    """A clamped decay would bring back what the first head has forgotten."""
+    arguments = rule((32, 130))
+    arguments["g"][..., 0], arguments["g"][..., 1] = strong, -0.01
+    assert_rule(op, arguments, bound=EXTREME)
+
+
+@pytest.mark.report("A11")
+@pytest.mark.parametrize("strong", [-30.0, -104.0, -2661.0])
+@on(DECODE, SPEC, REPLAY, FUSED, FUSED_REPLAY)
+def test_a_decoding_head_that_forgets_at_once_beside_one_that_remembers(impl, op, strong):
+    arguments = rows_call(op, [1, 3], H=1, HV=2, K=8, V=8)
+    arguments["a"], arguments["dt_bias"] = torch.full_like(arguments["a"], 30.0), torch.zeros(2)  # softplus(30) is 30
+    arguments["A_log"] = torch.tensor([math.log(-strong / 30), math.log(0.01 / 30)])
+    expected, wide = expect(op, arguments)
+    assert error(output_of(op, run_output(op, arguments)), output_of(op, expected)) <= EXTREME
+    pool = POOL[op][0]
+    assert error(arguments[pool], wide[pool]) <= EXTREME
 
 
 OVERFLOWING = [(100.0, -200.0), (89.0, -120.0), (300.0, -1000.0), (3e38, -1e30), (88.0, -3e38)]
