@@ -169,32 +169,20 @@ class GDNStateCache:
         records = 0 if self.records is None else self.records.nbytes
         return self.conv_states.nbytes + self.state.nbytes + records
 
-    @staticmethod
-    def slots_for_budget(
-        num_bytes: int,
-        num_key_heads: int,
-        num_value_heads: int,
-        head_k_dim: int,
-        head_v_dim: int,
-        dtype: torch.dtype,
-        *,
-        conv_width: int = 4,
-        state_dtype: torch.dtype = torch.float32,
-        S: int = 1,
-        replay: bool = False,
-    ) -> int:
-        """Return how many slots of one layer fit into ``num_bytes``; the arguments are those of the constructor.
+    @classmethod
+    def slots_for_budget(cls, num_bytes: int, *sizes: Any, **options: Any) -> int:
+        """Return how many slots of one layer fit into ``num_bytes``.
+
+        Args:
+            num_bytes: the memory there is.
+            sizes, options: the constructor's arguments after ``num_slots``.
 
         Example:
             >>> import torch, gdn_core
             >>> gdn_core.GDNStateCache.slots_for_budget(2**30, 16, 32, 128, 128, torch.bfloat16)
             500
         """
-        one = GDNStateCache(
-            1, num_key_heads, num_value_heads, head_k_dim, head_v_dim, dtype, conv_width=conv_width,
-            state_dtype=state_dtype, S=S, replay=replay, device="meta",
-        )  # fmt: skip
-        return num_bytes // one.nbytes
+        return num_bytes // cls(1, *sizes, **{**options, "device": "meta"}).nbytes
 
     # --- which layer it belongs to, so that only the first call has to find out ---------------------------------------
 
