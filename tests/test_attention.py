@@ -145,6 +145,12 @@ def test_a_prefill_cut_anywhere_goes_on_from_both_states(impl, cut):
 # --- which operations run ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def composed(monkeypatch):
+    """Take the core apart into its operations also where a backend runs it in one call."""
+    monkeypatch.setattr("gdn_core._dispatch.run_at_once", lambda *_: False)
+
+
 def ops_of(rows, form):
     with gdn_core.record_calls() as calls:
         run_mix(rows, form)
@@ -165,14 +171,70 @@ SPEC_ROW = Row(3, (4, 5, 6, 7), is_speculative=True)
         ([Row(1, (0,)), SPEC_ROW], "replay", [*STEP, *REPLAY]),
         ([Row(9, (0,), False), Row(0, (1,)), Row(1, (2,), False), Row(7, (3,))], "slots", PREFILL),
         ([Row(1, (0,)), SPEC_ROW, Row(9, (1,), False)], "slots", [*STEP, *PREFILL]),
+        ([Row(1, (0,)), Row(9, (1,), False), SPEC_ROW, Row(3, (2,)), Row(1, (3,))], "slots", [*STEP, *PREFILL]),
+        ([Row(99, (-1,)), Row(9, (1,), False), Row(0, (2,)), Row(99, (-1,)), SPEC_ROW], "slots", [*STEP, *PREFILL]),
+        ([Row(99, (-1,)), Row(1, (1,)), SPEC_ROW], "slots", STEP),
     ],
 )
-def test_rows_of_a_kind_share_their_calls(rows, form, expected):
-    """Speculative rows next to prefills stay speculative, and decodes decodes."""
+def test_rows_of_a_kind_share_their_calls(composed, rows, form, expected):
+    """Speculative rows next to prefills stay speculative, and decodes decodes; wherever they are, one call has all."""
     if form == "replay":
         rows = [Row(row.length, (i,), *(row.has_initial_state, row.is_speculative)) for i, row in enumerate(rows)]
         rows = [Row(row.length, (-1,)) if i == 1 and len(rows) == 4 else row for i, row in enumerate(rows)]
     assert ops_of(rows, form) == sorted(expected)
+
+
+def test_a_native_core_is_one_call(native_impl):
+    assert ops_of([Row(1, (0,)), SPEC_ROW, Row(70, (1,), False), Row(3, (-1,))], "slots") == ["gdn_attention"]
+
+
+@IN_BOTH_FORMS
+@pytest.mark.parametrize("seed", range(40, 46))
+@pytest.mark.parametrize("threads", [1, 3])
+def test_one_call_gives_the_bits_of_its_operations(native_impl, monkeypatch, form, seed, threads):
+    torch.set_num_threads(threads)
+    rows = cases.random_rows(seed, form, count=9)
+    dtype = (torch.float32, torch.bfloat16)[seed % 2]
+    results = [run_mix(rows, form, dtype=dtype, seed=seed)]
+    monkeypatch.setattr("gdn_core._dispatch.run_at_once", lambda *_: False)
+    results.append(run_mix(rows, form, dtype=dtype, seed=seed))
+    (_, _, at_once, out), (_, _, composed, expected) = results
+    assert same_bits(out, expected)
+    for row in rows:
+        check_slots(native_impl, at_once, composed, row, form)
+
+
+@pytest.mark.parametrize(("H", "HV", "V"), [(1, 1, 128), (2, 4, 64)])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_one_call_gives_the_bits_of_its_operations_in_large_heads(
+    native_impl, monkeypatch, H, HV, V, state_dtype, threads
+):
+    """Prompts of several chunks beside steps: cut into turns, and with few heads into columns too."""
+    torch.set_num_threads(threads)
+    dtype, K = torch.bfloat16, 64
+    rng = inputs.generator(threads)
+    weight, _ = inputs.conv_weights(2 * H * K + HV * V, W, dtype, rng, False)
+    params = gdn_core.GDNLayerParams(weight, *inputs.gate_parameters(HV, rng), torch.ones(V), 1e-6, H, HV, K, V)
+    metadata = GDNMetadata.build(
+        [0, 1, 300, 303, 304, 340, 341, 642],
+        [[0, -1, -1], [1, -1, -1], [2, 3, 4], [5, -1, -1], [-1, -1, -1], [6, -1, -1], [7, -1, -1]],
+        has_initial_state=[True, False, True, True, True, False, True],
+        is_speculative=[False, False, True, False, False, False, False],
+        num_accepted_tokens=[1, 1, 2, 1, 1, 1, 1],
+    )
+    assert (metadata.num_prefills, metadata.num_decodes, metadata.num_spec_decodes) == (3, 2, 1)
+    x, z = (inputs.normal((642, *shape), rng, dtype) for shape in ((weight.shape[0],), (HV, V)))
+    a, b = (inputs.normal((642, HV), rng, dtype) for _ in range(2))
+    first = GDNStateCache(9, H, HV, K, V, dtype, S=3, state_dtype=state_dtype)
+    first.conv_states.copy_(inputs.normal(first.conv_states.shape, rng, dtype))
+    first.state.copy_(inputs.normal(first.state.shape, rng, state_dtype))
+    second = cases.clone(first)
+    out = gdn_core.gdn_attention(x, a, b, z, params, first, metadata)
+    monkeypatch.setattr("gdn_core._dispatch.run_at_once", lambda *_: False)
+    assert same_bits(gdn_core.gdn_attention(x, a, b, z, params, second, metadata), out)
+    assert same_bits(first.state, second.state)
+    assert same_bits(first.conv_states, second.conv_states)
 
 
 # --- isolation --------------------------------------------------------------------------------------------------------

@@ -128,8 +128,8 @@ def test_one_padded_batch_stands_for_many(native_impl, form):
     ]  # fmt: skip
     layer, held, plain = cases.layer(), cases.cache(form), cases.cache(form)
     fixed = cases.metadata_of(batches[0], form).pad_to(5)
-    places = [fixed.slots.data_ptr(), fixed.cu_seqlens.data_ptr(), fixed.runs[0].table.data_ptr()]
-    assert fixed.cu_seqlens.tolist() == [0, 1, 3, 3, 3, 3]
+    places = [fixed.slots.data_ptr(), fixed.query_start_loc.data_ptr(), fixed.groups[0].table.data_ptr()]
+    assert fixed.query_start_loc.tolist() == [0, 1, 3, 3, 3, 3]
     assert fixed.num_accepted_tokens.tolist() == [1] * 5
     buffers = cases.random_inputs(8, 0)
     for number, rows in enumerate(batches):
@@ -143,7 +143,7 @@ def test_one_padded_batch_stands_for_many(native_impl, form):
         out = buffers.run(layer, held, fixed)
         assert same_bits(out[: metadata.num_tokens], new.run(layer, plain, metadata))
         assert not out[metadata.num_tokens :].any()
-    assert places == [fixed.slots.data_ptr(), fixed.cu_seqlens.data_ptr(), fixed.runs[0].table.data_ptr()]
+    assert places == [fixed.slots.data_ptr(), fixed.query_start_loc.data_ptr(), fixed.groups[0].table.data_ptr()]
     assert same_bits(held.state, plain.state)
 
 

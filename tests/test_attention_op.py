@@ -82,7 +82,7 @@ def test_fake_tensors_give_fake_outputs(form):
 @pytest.mark.report("B15")
 @pytest.mark.parametrize("position", [1, 22, 23, 24, 27])
 def test_wrong_arguments_of_the_op_change_nothing(position):
-    """Also where no metadata has been validated: a, bounds, cu_seqlens, slots, out."""
+    """Also where no metadata has been validated: a, layout, query_start_loc, slots, out."""
     flat = copied(flat_arguments("slots"))
     before = copied(flat)
     flat[position] = flat[position][..., :-1] if position != 24 else flat[position] + 100
@@ -97,3 +97,21 @@ def test_the_op_has_no_gradient_and_says_so():
     flat[0].requires_grad_()
     with pytest.raises(RuntimeError, match=r"torch.ops.gdn.gdn_attention has no gradient"):
         torch.ops.gdn.gdn_attention.default(*flat)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [([[1, 0, 1], [1, 0, 3]], "rows one after the other"), ([[1, 0, 1], [1, 1, 12]], "rows one after the other"),
+     ([[1, 2, 1], [1, 2, 3]], "rows one after the other"), ([[1, 0, 1], [3, 1, 3]], "a kind of row"),
+     ([[1, 0, 1], [2, 1, 3]], "a kind of row"), ([[1, 0, 5], [1, 5, 11]], "at most 4 tokens in row 0")],
+)  # fmt: skip
+def test_wrong_layouts_change_nothing(native_impl, layout, message):
+    batch, held = cases.random_inputs(11), cases.randomized(cases.cache("slots", num_slots=16))
+    metadata = cases.metadata_of([Row(1, (1,)), Row(2, (4, 5, 6), is_speculative=True)], "slots")
+    with Capture() as captured:
+        batch.run(LAYER, held, metadata)
+    flat = copied(captured.flat)
+    before, flat[22] = copied(flat), torch.tensor(layout)
+    with pytest.raises(ValueError, match=f"^layout: expected {message}"):
+        torch.ops.gdn.gdn_attention.default(*flat)
+    assert all(torch.equal(flat[i], before[i]) for i in (14, 15, 27) if not before[i].isnan().any())

@@ -34,12 +34,14 @@ struct FusedArguments {
   TensorView& out;
 };
 
-// The rows of a call: the slots of each, [N] or [N, S], and which tokens it has.
+// The rows of a call: the slots of each, [N] or [N, S], which tokens it has, and which of the N rows the call is about:
+// all, or those of row_indices, so that other rows and tokens in no row are left alone.
 struct RowArguments {
   TensorView& slots;
   Name slots_name;
   TensorView &num_accepted_tokens, &cu_seqlens;
   nb::handle null_slot;
+  TensorView& row_indices;
 };
 
 struct RecordTensors {
@@ -131,7 +133,8 @@ void bind_decode_ops(nb::module_& m) {
         TensorView absent;
         Backend::run_single({A_log, dt_bias, q, k, v, a, b, initial_state_source, "initial_state_source",
                              use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, out},
-                            {initial_state_indices, "initial_state_indices", absent, cu_seqlens, null_slot}, dry_run);
+                            {initial_state_indices, "initial_state_indices", absent, cu_seqlens, null_slot, absent},
+                            dry_run);
       },
       "A_log"_a.none(), "dt_bias"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "a"_a.none(), "b"_a.none(),
       "initial_state_source"_a.none(), "initial_state_indices"_a.none(), "cu_seqlens"_a.none(),
@@ -159,8 +162,10 @@ void bind_decode_ops(nb::module_& m) {
                                    scale,
                                    state_v_first,
                                    out};
+        TensorView absent;
         Backend::run_several_slots(
-            args, {spec_state_indices, "spec_state_indices", num_accepted_tokens, cu_seqlens, null_slot}, dry_run);
+            args, {spec_state_indices, "spec_state_indices", num_accepted_tokens, cu_seqlens, null_slot, absent},
+            dry_run);
       },
       "A_log"_a.none(), "dt_bias"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "a"_a.none(), "b"_a.none(),
       "initial_state_source"_a.none(), "spec_state_indices"_a.none(), "num_accepted_tokens"_a.none(),
@@ -189,7 +194,8 @@ void bind_decode_ops(nb::module_& m) {
                                    scale,
                                    state_v_first,
                                    out};
-        Backend::run_replay(args, {slot_indices, "slot_indices", num_accepted_tokens, cu_seqlens, null_slot},
+        TensorView absent;
+        Backend::run_replay(args, {slot_indices, "slot_indices", num_accepted_tokens, cu_seqlens, null_slot, absent},
                             {records_k, records_u, records_decay, records_live}, dry_run);
       },
       "A_log"_a.none(), "dt_bias"_a.none(), "q"_a.none(), "k"_a.none(), "v"_a.none(), "a"_a.none(), "b"_a.none(),
@@ -203,7 +209,7 @@ void bind_decode_ops(nb::module_& m) {
          TensorView& state_indices, TensorView& cu_seqlens, TensorView& num_accepted_tokens, TensorView& state,
          TensorView& output_gate, TensorView& norm_weight, nb::handle scale, nb::handle norm_eps,
          nb::handle output_gate_activation, nb::handle num_key_heads, nb::handle head_k_dim, nb::handle state_v_first,
-         nb::handle null_slot, TensorView& out, bool dry_run) {
+         nb::handle null_slot, TensorView& row_indices, TensorView& out, bool dry_run) {
         const FusedArguments args{mixed_qkv,
                                   a,
                                   b,
@@ -219,14 +225,14 @@ void bind_decode_ops(nb::module_& m) {
                                   head_k_dim,
                                   state_v_first,
                                   out};
-        Backend::run_several_slots(args, {state_indices, "state_indices", num_accepted_tokens, cu_seqlens, null_slot},
-                                   dry_run);
+        Backend::run_several_slots(
+            args, {state_indices, "state_indices", num_accepted_tokens, cu_seqlens, null_slot, row_indices}, dry_run);
       },
       "mixed_qkv"_a.none(), "a"_a.none(), "b"_a.none(), "A_log"_a.none(), "dt_bias"_a.none(), "state_indices"_a.none(),
       "cu_seqlens"_a.none(), "num_accepted_tokens"_a.none(), "state"_a.none(), "output_gate"_a.none(),
       "norm_weight"_a.none(), "scale"_a.none(), "norm_eps"_a.none(), "output_gate_activation"_a.none(),
-      "num_key_heads"_a.none(), "head_k_dim"_a.none(), "state_v_first"_a.none(), "null_slot"_a.none(), "out"_a.none(),
-      "dry_run"_a = false);
+      "num_key_heads"_a.none(), "head_k_dim"_a.none(), "state_v_first"_a.none(), "null_slot"_a.none(),
+      "row_indices"_a.none(), "out"_a.none(), "dry_run"_a = false);
   m.def(
       "fused_gdn_decode_post_conv_mtp_replay",
       [](TensorView& mixed_qkv, TensorView& a, TensorView& b, TensorView& A_log, TensorView& dt_bias,
@@ -234,7 +240,7 @@ void bind_decode_ops(nb::module_& m) {
          TensorView& records_live, TensorView& cu_seqlens, TensorView& num_accepted_tokens, TensorView& state,
          TensorView& output_gate, TensorView& norm_weight, nb::handle scale, nb::handle norm_eps,
          nb::handle output_gate_activation, nb::handle num_key_heads, nb::handle head_k_dim, nb::handle state_v_first,
-         nb::handle null_slot, TensorView& out, bool dry_run) {
+         nb::handle null_slot, TensorView& row_indices, TensorView& out, bool dry_run) {
         const FusedArguments args{mixed_qkv,
                                   a,
                                   b,
@@ -250,15 +256,16 @@ void bind_decode_ops(nb::module_& m) {
                                   head_k_dim,
                                   state_v_first,
                                   out};
-        Backend::run_replay(args, {slot_indices, "slot_indices", num_accepted_tokens, cu_seqlens, null_slot},
+        Backend::run_replay(args,
+                            {slot_indices, "slot_indices", num_accepted_tokens, cu_seqlens, null_slot, row_indices},
                             {records_k, records_u, records_decay, records_live}, dry_run);
       },
       "mixed_qkv"_a.none(), "a"_a.none(), "b"_a.none(), "A_log"_a.none(), "dt_bias"_a.none(), "slot_indices"_a.none(),
       "records_k"_a.none(), "records_u"_a.none(), "records_decay"_a.none(), "records_live"_a.none(),
       "cu_seqlens"_a.none(), "num_accepted_tokens"_a.none(), "state"_a.none(), "output_gate"_a.none(),
       "norm_weight"_a.none(), "scale"_a.none(), "norm_eps"_a.none(), "output_gate_activation"_a.none(),
-      "num_key_heads"_a.none(), "head_k_dim"_a.none(), "state_v_first"_a.none(), "null_slot"_a.none(), "out"_a.none(),
-      "dry_run"_a = false);
+      "num_key_heads"_a.none(), "head_k_dim"_a.none(), "state_v_first"_a.none(), "null_slot"_a.none(),
+      "row_indices"_a.none(), "out"_a.none(), "dry_run"_a = false);
 }
 
 }  // namespace gdn

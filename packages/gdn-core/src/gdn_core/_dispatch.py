@@ -221,6 +221,25 @@ def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
     run_on_backend(op, flat)
 
 
+def run_at_once(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> bool:
+    """Run an op that is made of others where the native CPU backend may and can take it whole; say whether it has."""
+    if not getattr(like, "is_cpu", False):
+        return False
+    here = _forced_here.get()
+    table = _fast.get(_default if here is None else here)
+    kernel = (_fast_table() if table is None else table).get(op)
+    if kernel is None:
+        return False
+    try:
+        kernel(*flat)
+    except NotImplementedError:
+        return False
+    if not _inference_mode():
+        _mark_written(op, flat)
+    _record(op, "cpu")
+    return True
+
+
 def is_traced() -> bool:
     """Tell whether a tracer, a mode or a functorch transform has to see a call as one op."""
     if _is_compiling():

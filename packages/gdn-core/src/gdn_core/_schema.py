@@ -8,7 +8,8 @@ are used rather than the ``custom_op`` decorator, which costs tens of microsecon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _DECODE_OPTIONS = (
 _RECORDS = "Tensor(c!) records_k, Tensor(d!) records_u, Tensor(e!) records_decay, Tensor(f!) records_live"
 _FUSED_OPTIONS = (
     "Tensor output_gate, Tensor norm_weight, float? scale, float norm_eps, str output_gate_activation, "
-    "int? num_key_heads, int head_k_dim, bool state_v_first, int? null_slot, Tensor(b!) out"
+    "int? num_key_heads, int head_k_dim, bool state_v_first, int? null_slot, Tensor? row_indices, Tensor(b!) out"
 )
 
 SCHEMAS = {
@@ -66,7 +67,7 @@ SCHEMAS = {
     "causal_conv1d_update": (
         "Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, str? activation, Tensor? cache_seqlens, "
         "Tensor? conv_state_indices, Tensor? num_accepted_tokens, Tensor? query_start_loc, int? null_slot, "
-        "Tensor(b!) out"
+        "Tensor? row_indices, Tensor(b!) out"
     ),
     "rms_norm_gated": "Tensor x, Tensor gate, Tensor weight, float eps, str activation, Tensor(a!) out",
     "fused_gdn_decode_post_conv_mtp": (
@@ -149,6 +150,27 @@ def _update_replay(*flat: Any) -> None:
     reference.fused_sigmoid_gating_delta_rule_update_replay(*arguments, **_keywords(flat[18:]))
 
 
+@contextmanager
+def _only_rows(
+    row_indices: Tensor | None, cu_seqlens: Tensor | None, slots: Tensor | None, out: Tensor
+) -> Iterator[tuple[Tensor | None, Tensor]]:
+    """Yield slots, in which rows other than ``row_indices`` are padding, and what to write instead of ``out``.
+
+    Afterwards the tokens of those rows are in ``out``, and nothing else of it has changed.
+    """
+    if row_indices is None or cu_seqlens is None or slots is None:
+        yield slots, out
+        return
+    is_named = torch.zeros(len(slots) + 1, dtype=torch.bool, device=out.device)
+    is_named.index_fill_(0, row_indices.to(torch.int64), True)
+    result = torch.empty_like(out)
+    yield slots.masked_fill(~is_named[:-1].view(-1, *[1] * (slots.dim() - 1)), -1), result
+    # Tokens before the first row and after the last belong to the row that no index names.
+    row_of_token = torch.searchsorted(cu_seqlens, torch.arange(len(out), device=out.device), right=True) - 1
+    is_written = is_named[row_of_token.masked_fill(row_of_token < 0, len(slots))]
+    out.copy_(torch.where(is_written.view(-1, *[1] * (out.dim() - 1)), result, out))
+
+
 def _conv_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
     activation: str | None, conv_states: Tensor | None, query_start_loc: Tensor | None, cache_indices: Tensor | None,
@@ -162,19 +184,21 @@ def _conv_fn(
 
 
 def _conv_update(*flat: Any) -> None:
-    num_accepted_tokens, query_start_loc, null_slot, out = flat[7:]
-    reference.causal_conv1d_update(
-        *flat[:7], num_accepted_tokens=num_accepted_tokens, query_start_loc=query_start_loc, null_slot=null_slot,
-        out=out,
-    )  # fmt: skip
+    slots, num_accepted_tokens, query_start_loc, null_slot, row_indices, out = flat[6:]
+    with _only_rows(row_indices, query_start_loc, slots, out) as (slots, result):
+        arguments: tuple[Any, ...] = (*flat[:6], slots)
+        reference.causal_conv1d_update(
+            *arguments, num_accepted_tokens=num_accepted_tokens, query_start_loc=query_start_loc,
+            null_slot=null_slot, out=result,
+        )  # fmt: skip
 
 
 def _rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, out: Tensor) -> None:
     reference.rms_norm_gated(x, gate, weight, eps, activation=activation, out=out)
 
 
-def _fused_keywords(values: tuple[Any, ...]) -> dict[str, Any]:
-    scale, norm_eps, activation, num_key_heads, head_k_dim, state_v_first, null_slot, out = values
+def _fused_keywords(values: tuple[Any, ...], out: Tensor) -> dict[str, Any]:
+    scale, norm_eps, activation, num_key_heads, head_k_dim, state_v_first, null_slot = values
     return {
         "out": out, "scale": scale, "norm_eps": norm_eps, "output_gate_activation": activation,
         "num_key_heads": num_key_heads, "head_k_dim": head_k_dim, "state_v_first": state_v_first,
@@ -183,12 +207,17 @@ def _fused_keywords(values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _fused_decode(*flat: Any) -> None:
-    reference.fused_gdn_decode_post_conv_mtp(*flat[:11], **_fused_keywords(flat[11:]))
+    slots, cu_seqlens = flat[5:7]
+    with _only_rows(flat[-2], cu_seqlens, slots, flat[-1]) as (slots, result):
+        arguments = (*flat[:5], slots, *flat[6:11])
+        reference.fused_gdn_decode_post_conv_mtp(*arguments, **_fused_keywords(flat[11:-2], result))
 
 
 def _fused_decode_replay(*flat: Any) -> None:
-    arguments = [*flat[:6], ReplayRecords.from_tensors(*flat[6:10]), *flat[10:15]]
-    reference.fused_gdn_decode_post_conv_mtp_replay(*arguments, **_fused_keywords(flat[15:]))
+    slots, records, cu_seqlens = flat[5], ReplayRecords.from_tensors(*flat[6:10]), flat[10]
+    with _only_rows(flat[-2], cu_seqlens, slots, flat[-1]) as (slots, result):
+        arguments = (*flat[:5], slots, records, *flat[10:15])
+        reference.fused_gdn_decode_post_conv_mtp_replay(*arguments, **_fused_keywords(flat[15:-2], result))
 
 
 _dispatch.reference_kernels.update(

@@ -230,8 +230,8 @@ def has_data(value: Tensor) -> bool:
     return type(value) in (Tensor, torch.nn.Parameter) and value.device.type != "meta"
 
 
-def offsets(name: str, value: Tensor | None, total: int, longest: int | None = None) -> None:
-    """Check ``cu_seqlens``: non-decreasing, inside [0, total], no row longer than ``longest``."""
+def offsets(name: str, value: Tensor | None, total: int) -> None:
+    """Check ``cu_seqlens``: non-decreasing, inside [0, total]."""
     if value is None:
         return
     tensor(name, value, ["N+1"], _INTEGERS)
@@ -240,11 +240,30 @@ def offsets(name: str, value: Tensor | None, total: int, longest: int | None = N
     if not has_data(value):
         return
     ends = value.tolist()
-    lengths = [end - start for start, end in pairwise(ends)]
-    if ends[0] < 0 or ends[-1] > total or any(length < 0 for length in lengths):
+    if ends[0] < 0 or ends[-1] > total or any(end < start for start, end in pairwise(ends)):
         raise ValueError(f"{name}: expected non-decreasing offsets in [0, {total}], got {_short(ends)}")
-    if longest is not None and any(length > longest for length in lengths):
-        raise ValueError(f"{name}: expected rows of at most {longest} tokens, got one of {max(lengths)}")
+
+
+def _longest_row(lengths: Tensor, sources: Tensor, null_slot: int | None) -> int:
+    """Return the most tokens that a row has which is no padding."""
+    if not (has_data(lengths) and has_data(sources)) or sources.numel() == 0:
+        return 0
+    is_padding = (sources < 0) | (sources == null_slot) if null_slot is not None else sources < 0
+    return int(lengths.masked_fill(is_padding, 0).max())
+
+
+def row_indices(value: Tensor | None, rows: int) -> None:
+    """Check which of a call's rows it is about."""
+    if value is None:
+        return
+    tensor("row_indices", value, ["M"], _INTEGERS)
+    if has_data(value) and value.numel() > 0 and not (int(value.min()) >= 0 and int(value.max()) < rows):
+        raise IndexError(f"row_indices: expected rows in [0, {rows}), got {_short(value.tolist())}")
+
+
+def _named(indices: Tensor | None, values: Tensor) -> Tensor:
+    """Return what a call's own rows have of ``values``: nobody looks at the others."""
+    return values if indices is None or not has_data(indices) else values.index_select(0, indices)
 
 
 def _short(values: list[int]) -> str:
@@ -274,11 +293,12 @@ def distinct_slots(name: str, value: Tensor, null_slot: int | None) -> None:
                 raise ValueError(f"{name}: expected distinct slots, got {slot} in rows {owner[slot]} and {row}")
 
 
-def accepted(value: Tensor | None, rows: int, columns: int) -> None:
+def accepted(value: Tensor | None, rows: int, columns: int, indices: Tensor | None = None) -> None:
     """Check ``num_accepted_tokens``: at most the columns of the table (0 acts as 1)."""
     if value is None:
         return
     tensor("num_accepted_tokens", value, [rows], _INTEGERS)
+    value = _named(indices, value)
     if not has_data(value) or value.numel() == 0:
         return
     if int(value.min()) < 0 or int(value.max()) > columns:
@@ -470,13 +490,27 @@ def _check_fused_sigmoid_gating_delta_rule_update_spec(
         A_log, dt_bias, q, k, v, a, b, "initial_state_source", initial_state_source, softplus_beta, state_v_first, out
     )
     columns = _spec_table("spec_state_indices", spec_state_indices, initial_state_source.shape[0], null_slot)
-    _spec_rows(spec_state_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
+    _spec_rows(spec_state_indices, columns, num_accepted_tokens, cu_seqlens, t, null_slot)
 
 
-def _spec_rows(rows: int, columns: int, num_accepted_tokens: Tensor | None, cu_seqlens: Tensor, total: int) -> None:
+def _spec_rows(
+    slots: Tensor, columns: int, num_accepted_tokens: Tensor | None, cu_seqlens: Tensor, total: int,
+    null_slot: int | None, indices: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Check rows on slots ``[N]`` or ``[N, S]``; those whose source is padding may have any length."""
+    rows = slots.shape[0]
     tensor("cu_seqlens", cu_seqlens, [rows + 1], _INTEGERS)
-    offsets("cu_seqlens", cu_seqlens, total, columns)
-    accepted(num_accepted_tokens, rows, columns)
+    offsets("cu_seqlens", cu_seqlens, total)
+    row_indices(indices, rows)
+    accepted(num_accepted_tokens, rows, columns, indices)
+    slots = _named(indices, slots)
+    sources = slots if slots.dim() == 1 else slots[:, 0]
+    if slots.dim() == 2 and num_accepted_tokens is not None and has_data(num_accepted_tokens):
+        columns_of_rows = _named(indices, num_accepted_tokens).to(torch.int64).clamp(min=1)[:, None] - 1
+        sources = slots.gather(1, columns_of_rows)[:, 0]
+    longest = _longest_row(_named(indices, cu_seqlens.diff()), sources, null_slot)
+    if longest > columns:
+        raise ValueError(f"cu_seqlens: expected rows of at most {columns} tokens, got one of {longest}")
 
 
 def _records(
@@ -493,11 +527,13 @@ def _records(
 
 
 def _replay_accepted(
-    slot_indices: Tensor, num_accepted_tokens: Tensor | None, live: Tensor, null_slot: int | None
-) -> None:
+    slot_indices: Tensor, num_accepted_tokens: Tensor | None, live: Tensor, null_slot: int | None,
+    indices: Tensor | None = None,
+) -> None:  # fmt: skip
     if num_accepted_tokens is None or not has_data(slot_indices):
         return
-    for slot, count in zip(slot_indices.tolist(), num_accepted_tokens.tolist(), strict=True):
+    slots_of_rows, counts = (_named(indices, x).tolist() for x in (slot_indices, num_accepted_tokens))
+    for slot, count in zip(slots_of_rows, counts, strict=True):
         if slot < 0 or slot == null_slot:
             continue
         recorded = int(live[slot])
@@ -519,7 +555,7 @@ def _check_fused_sigmoid_gating_delta_rule_update_replay(
     columns = _records(records_k, records_u, records_decay, records_live, state.shape[0], h, key_dim, hv, value_dim,
                        q.dtype)  # fmt: skip
     slots("slot_indices", slot_indices, ["N"], state.shape[0], null_slot)
-    _spec_rows(slot_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
+    _spec_rows(slot_indices, columns, num_accepted_tokens, cu_seqlens, t, null_slot)
     _replay_accepted(slot_indices, num_accepted_tokens, records_live, null_slot)
 
 
@@ -548,6 +584,7 @@ def _check_causal_conv1d_fn(
         tensor("x", x, ["B", "C", "T"])
         batch, channels, total = x.shape
     else:
+        tensor("query_start_loc", query_start_loc, ["N+1"], _INTEGERS)
         tensor("x", x, ["C", "T"])
         (channels, total), batch = x.shape, query_start_loc.numel() - 1
     width = _conv_weight(weight, bias, channels)
@@ -582,28 +619,35 @@ def _check_causal_conv1d_fn(
 def _check_causal_conv1d_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
     cache_seqlens: Tensor | None, conv_state_indices: Tensor | None, num_accepted_tokens: Tensor | None,
-    query_start_loc: Tensor | None, null_slot: int | None, out: Tensor,
+    query_start_loc: Tensor | None, null_slot: int | None, indices: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     if query_start_loc is not None:
+        tensor("query_start_loc", query_start_loc, ["N+1"], _INTEGERS)
         tensor("x", x, ["T", "C"])
         offsets("query_start_loc", query_start_loc, x.shape[0])
-        rows, longest = query_start_loc.numel() - 1, 0
-        if has_data(query_start_loc) and rows > 0:
-            longest = int((query_start_loc[1:] - query_start_loc[:-1]).max())
+        rows = query_start_loc.numel() - 1
+        row_indices(indices, rows)
     else:
         tensor("x", x, ["B", "C", "q"] if isinstance(x, Tensor) and x.dim() == 3 else ["B", "C"])
-        rows, longest = x.shape[0], x.shape[2] if x.dim() == 3 else 1
+        rows = x.shape[0]
     channels = x.shape[1]
     width = _conv_weight(weight, bias, channels)
     choice("activation", activation, _ACTIVATIONS)
     _conv_pool("conv_state", conv_state, channels, width)
     state_len = conv_state.shape[2]
+    if indices is not None and (query_start_loc is None or conv_state_indices is None):
+        raise ValueError("row_indices: expected query_start_loc and conv_state_indices with it, got None")
     if conv_state_indices is not None:
         slots("conv_state_indices", conv_state_indices, [rows], conv_state.shape[0], null_slot)
     elif conv_state.shape[0] < rows:
         raise ValueError(f"conv_state: expected at least {rows} slots, got {describe(conv_state)}")
     if num_accepted_tokens is not None:
-        accepted(num_accepted_tokens, rows, state_len - width + 2)
+        accepted(num_accepted_tokens, rows, state_len - width + 2, indices)
+        longest = x.shape[2] if x.dim() == 3 else 1
+        if query_start_loc is not None:
+            sources = torch.arange(rows) if conv_state_indices is None else conv_state_indices
+            lengths, sources = _named(indices, query_start_loc.diff()), _named(indices, sources)
+            longest = _longest_row(lengths, sources, null_slot)
         if longest > state_len - width + 2:
             raise ValueError(
                 f"x: expected rows of at most {state_len - width + 2} tokens for a state_len of {state_len}, "
@@ -662,14 +706,14 @@ def _check_fused_gdn_decode_post_conv_mtp(
     mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state_indices: Tensor,
     cu_seqlens: Tensor, num_accepted_tokens: Tensor | None, state: Tensor, output_gate: Tensor, norm_weight: Tensor,
     scale: float | None, norm_eps: float, output_gate_activation: str, num_key_heads: int | None, head_k_dim: int,
-    state_v_first: bool, null_slot: int | None, out: Tensor,
+    state_v_first: bool, null_slot: int | None, rows: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     t, *_ = _check_fused_decode(
         mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, norm_eps, output_gate_activation,
         num_key_heads, head_k_dim, state_v_first, out,
     )  # fmt: skip
     columns = _spec_table("state_indices", state_indices, state.shape[0], null_slot)
-    _spec_rows(state_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
+    _spec_rows(state_indices, columns, num_accepted_tokens, cu_seqlens, t, null_slot, rows)
 
 
 def _check_fused_gdn_decode_post_conv_mtp_replay(
@@ -677,7 +721,7 @@ def _check_fused_gdn_decode_post_conv_mtp_replay(
     records_u: Tensor, records_decay: Tensor, records_live: Tensor, cu_seqlens: Tensor,
     num_accepted_tokens: Tensor | None, state: Tensor, output_gate: Tensor, norm_weight: Tensor, scale: float | None,
     norm_eps: float, output_gate_activation: str, num_key_heads: int | None, head_k_dim: int, state_v_first: bool,
-    null_slot: int | None, out: Tensor,
+    null_slot: int | None, rows: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     t, h, key_dim, hv, value_dim = _check_fused_decode(
         mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, norm_eps, output_gate_activation,
@@ -686,8 +730,8 @@ def _check_fused_gdn_decode_post_conv_mtp_replay(
     columns = _records(records_k, records_u, records_decay, records_live, state.shape[0], h, key_dim, hv, value_dim,
                        mixed_qkv.dtype)  # fmt: skip
     slots("slot_indices", slot_indices, ["N"], state.shape[0], null_slot)
-    _spec_rows(slot_indices.shape[0], columns, num_accepted_tokens, cu_seqlens, t)
-    _replay_accepted(slot_indices, num_accepted_tokens, records_live, null_slot)
+    _spec_rows(slot_indices, columns, num_accepted_tokens, cu_seqlens, t, null_slot, rows)
+    _replay_accepted(slot_indices, num_accepted_tokens, records_live, null_slot, rows)
 
 
 _CHECKS: dict[str, Callable[..., None]] = {

@@ -643,7 +643,7 @@ def causal_conv1d_update(
     y = _like_in_memory("x", x) if out is None else out
     flat = (
         x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices, num_accepted_tokens,
-        query_start_loc, null_slot, y,
+        query_start_loc, null_slot, None, y,
     )  # fmt: skip
     if _grad_enabled():
         inputs = (x, conv_state, weight, bias, y)
@@ -748,7 +748,8 @@ def fused_gdn_decode_post_conv_mtp(
     y = _fused_output(output_gate, mixed_qkv) if out is None else out
     flat = (
         mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate,
-        norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first, null_slot, y,
+        norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first, null_slot, None,
+        y,
     )  # fmt: skip
     if _grad_enabled():
         inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, y)
@@ -807,7 +808,7 @@ def fused_gdn_decode_post_conv_mtp_replay(
     flat = (
         mixed_qkv, a, b, A_log, dt_bias, slot_indices, *parts, cu_seqlens, num_accepted_tokens,
         state, output_gate, norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim,
-        state_v_first, null_slot, y,
+        state_v_first, null_slot, None, y,
     )  # fmt: skip
     if _grad_enabled():
         inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, *parts, y)

@@ -116,21 +116,26 @@ Indices row_offsets(const TensorView& view, Name name, std::int64_t total, Dim s
   return ends;
 }
 
-Indices short_row_offsets(const TensorView& view, Name name, std::int64_t rows, std::int64_t columns,
-                          std::int64_t total) {
-  Indices ends = row_offsets(view, name, total, rows + 1);
-  std::int64_t longest = 0;
-  for (std::size_t row = 1; row < ends.size(); ++row) longest = std::max(longest, ends[row] - ends[row - 1]);
-  if (longest > columns) {
-    raise_value(cat({name, ": expected rows of at most ", std::to_string(columns), " tokens, got one of ",
-                     std::to_string(longest)}));
+Indices named_rows(const TensorView& view, std::int64_t rows) {
+  if (view.is_none()) return {};
+  const Indices named = integers(view, "row_indices", "M");
+  const bool in_range =
+      std::all_of(named.begin(), named.end(), [&](std::int64_t row) { return row >= 0 && row < rows; });
+  if (!in_range) {
+    raise_index(cat({"row_indices: expected rows in [0, ", std::to_string(rows), "), got ", short_list(named)}));
   }
-  return ends;
+  return named;
 }
 
-Indices accepted_tokens(const TensorView& view, Name name, std::int64_t rows, std::int64_t columns) {
+Indices accepted_tokens(const TensorView& view, Name name, std::int64_t rows, std::int64_t columns,
+                        const Indices* named) {
   if (view.is_none()) return Indices(static_cast<std::size_t>(rows), 1);
   Indices counts = integers(view, name, rows);
+  if (named != nullptr) {
+    Indices others(static_cast<std::size_t>(rows), 1);
+    for (const std::int64_t row : *named) others[static_cast<std::size_t>(row)] = counts[static_cast<std::size_t>(row)];
+    counts = others;
+  }
   const bool in_range =
       std::all_of(counts.begin(), counts.end(), [&](std::int64_t count) { return count >= 0 && count <= columns; });
   if (!in_range) {

@@ -54,11 +54,11 @@ struct SlotTable {
   Indices slots;               // [rows, columns], padding is -1
 };
 SlotTable slot_table(const TensorView& view, Name name, std::int64_t pool_size, std::optional<std::int64_t> null_slot);
-// Offsets of `rows` packed rows of at most `columns` tokens each.
-Indices short_row_offsets(const TensorView& view, Name name, std::int64_t rows, std::int64_t columns,
-                          std::int64_t total);
-// Accepted tokens of each row, at least 1 and at most `columns`; all 1 for None.
-Indices accepted_tokens(const TensorView& view, Name name, std::int64_t rows, std::int64_t columns);
+// Which of a call's rows it is about; empty for None.
+Indices named_rows(const TensorView& view, std::int64_t rows);
+// Accepted tokens of each row, at least 1 and at most `columns`; all 1 for None, and in rows that are not `named`.
+Indices accepted_tokens(const TensorView& view, Name name, std::int64_t rows, std::int64_t columns,
+                        const Indices* named = nullptr);
 // [rows] bool; all true for None.
 SmallVector<bool> booleans(const TensorView& view, Name name, std::int64_t rows);
 

@@ -4,14 +4,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "convolution_call.h"
 #include "dispatch/levels.h"
 #include "ops.h"
 #include "runtime/parallel.h"
 
 namespace gdn::cpu {
-namespace {
-
-using Rows = SmallVector<ConvolutionRow>;
 
 bool is_silu(handle activation) {
   if (activation.is_none()) return false;
@@ -24,7 +22,6 @@ bool is_silu(handle activation) {
   raise_value(cat({"activation: expected one of None, 'silu', 'swish', got ", nb::repr(activation).c_str()}));
 }
 
-// weight [C, W] and bias [C] or None.
 void set_filter(ConvolutionParams& params, const TensorView& weight, const TensorView& bias) {
   params.weight_dtype = check_floating(weight, "weight", {params.num_channels, "W"});
   params.width = weight.size(1);
@@ -41,7 +38,6 @@ ConvolutionStates states_of(const TensorView& view) {
   return {view.data(), *floating_dtype<DType>(view), view.stride(0), view.stride(1), view.stride(2)};
 }
 
-// A pool [P, C, state_len] that is updated in place.
 void check_pool(const TensorView& pool, Name name, const ConvolutionParams& params) {
   check_floating(pool, name, {"P", params.num_channels, "state_len"});
   if (pool.size(2) < params.width - 1) {
@@ -50,6 +46,10 @@ void check_pool(const TensorView& pool, Name name, const ConvolutionParams& para
   }
   check_separate_elements(pool, name);
 }
+
+namespace {
+
+using Rows = SmallVector<ConvolutionRow>;
 
 void check_slot_count(const TensorView& pool, Name name, std::int64_t rows) {
   if (pool.size(0) < rows) {
@@ -119,9 +119,6 @@ bool are_columns_of_one_buffer(const TensorView& left, const TensorView& right, 
   return shift >= channels && pitch - shift >= channels;
 }
 
-// From about this size on, y would be out of the caches again before anyone reads it.
-constexpr std::int64_t kFewestStreamedBytes = 4 << 20;
-
 void copy_into_view(TensorView& view) {
   nb::object copy = view.object.attr("clone")();
   borrow(copy, view);
@@ -156,16 +153,19 @@ void check_out(const TensorView& out, const TensorView& x) {
   check_separate_elements(out, "out");
 }
 
-// The rows of packed tokens, or of a batch. Tokens that are in none of them are rows of padding.
+// The rows of packed tokens, or of a batch.
 class RowList {
  public:
-  RowList(const Indices& offsets, std::int64_t batch, std::int64_t tokens) : packed_(!offsets.empty()) {
+  // With `covers_all`, tokens that are in none of them are rows of padding.
+  RowList(const Indices& offsets, std::int64_t batch, std::int64_t tokens, bool covers_all = true)
+      : packed_(!offsets.empty()) {
     if (!packed_) {
       for (std::int64_t n = 0; n < batch; ++n) append(n, 0, tokens);
       return;
     }
     for (std::size_t n = 0; n + 1 < offsets.size(); ++n) append(0, offsets[n], offsets[n + 1]);
     count_ = static_cast<std::int64_t>(rows.size());
+    if (!covers_all) return;
     append_padding(0, offsets.front());
     append_padding(offsets.back(), tokens);
   }
@@ -261,6 +261,7 @@ void causal_conv1d_fn(TensorView& x, TensorView& weight, TensorView& bias, Tenso
   const bool packed = !query_start_loc.is_none();
   const Axes axes = packed ? Axes{-1, 1, 0} : Axes{0, 2, 1};
   if (packed) {
+    integers(query_start_loc, "query_start_loc", "N+1");
     check_floating(x, "x", {"C", "T"});
   } else {
     check_floating(x, "x", {"B", "C", "T"});
@@ -339,11 +340,12 @@ void causal_conv1d_fn(TensorView& x, TensorView& weight, TensorView& bias, Tenso
 void causal_conv1d_update(TensorView& x, TensorView& conv_state, TensorView& weight, TensorView& bias,
                           handle activation, TensorView& cache_seqlens, TensorView& conv_state_indices,
                           TensorView& num_accepted_tokens, TensorView& query_start_loc, handle null_slot,
-                          TensorView& out, bool dry_run) {
+                          TensorView& row_indices, TensorView& out, bool dry_run) {
   const bool packed = !query_start_loc.is_none();
   Indices offsets;
   Axes axes{0, -1, 1};
   if (packed) {
+    integers(query_start_loc, "query_start_loc", "N+1");
     axes = {-1, 0, 1};
     check_floating(x, "x", {"T", "C"});
     offsets = row_offsets(query_start_loc, "query_start_loc", x.size(0));
@@ -356,8 +358,9 @@ void causal_conv1d_update(TensorView& x, TensorView& conv_state, TensorView& wei
       check_floating(x, "x", {"B", "C"});
     }
   }
-  RowList list(offsets, size_of(x, axes.batch), size_of(x, axes.token));
+  RowList list(offsets, size_of(x, axes.batch), size_of(x, axes.token), row_indices.is_none());
   const std::int64_t rows = list.size();
+  const Indices named = named_rows(row_indices, rows);
   ConvolutionParams params;
   params.num_channels = x.size(axes.channel);
   set_filter(params, weight, bias);
@@ -367,13 +370,22 @@ void causal_conv1d_update(TensorView& x, TensorView& conv_state, TensorView& wei
   const std::optional<std::int64_t> null = optional_integer(null_slot, "null_slot");
   if (conv_state_indices.is_none()) check_slot_count(conv_state, "conv_state", rows);
   const Indices slots = row_slots(conv_state_indices, "conv_state_indices", rows, conv_state.size(0), null);
+  if (!row_indices.is_none() && (!packed || conv_state_indices.is_none())) {
+    raise_value("row_indices: expected query_start_loc and conv_state_indices with it, got None");
+  }
+  SmallVector<bool> is_named(static_cast<std::size_t>(rows), row_indices.is_none());
+  for (const std::int64_t n : named) is_named[static_cast<std::size_t>(n)] = true;
 
   Indices positions;
   if (!num_accepted_tokens.is_none()) {
     const std::int64_t most = params.num_columns - params.width + 2;
-    positions = accepted_tokens(num_accepted_tokens, "num_accepted_tokens", rows, most);
+    positions = accepted_tokens(num_accepted_tokens, "num_accepted_tokens", rows, most,
+                                row_indices.is_none() ? nullptr : &named);
     std::int64_t longest = 0;
-    for (std::int64_t n = 0; n < rows; ++n) longest = std::max(longest, list[n].end - list[n].begin);
+    for (std::int64_t n = 0; n < rows; ++n) {
+      const auto i = static_cast<std::size_t>(n);
+      if (is_named[i] && slots[i] >= 0) longest = std::max(longest, list[n].end - list[n].begin);
+    }
     if (longest > most) {
       raise_value(cat({"x: expected rows of at most ", std::to_string(most), " tokens for a state_len of ",
                        std::to_string(params.num_columns), ", got ", std::to_string(longest)}));
@@ -406,7 +418,10 @@ void causal_conv1d_update(TensorView& x, TensorView& conv_state, TensorView& wei
   }
   params.source = params.destination = states_of(conv_state);
   set_operands(params, x, out, axes, {&conv_state});
-  run(params, list.rows);
+  if (row_indices.is_none()) return run(params, list.rows);
+  SmallVector<ConvolutionRow> chosen;
+  for (const std::int64_t n : named) chosen.push_back(list[n]);
+  run(params, chosen);
 }
 
 }  // namespace gdn::cpu

@@ -123,6 +123,13 @@ NB_MODULE(_C, m) {
         "out"_a.none(), "final_states"_a.none(), "dry_run"_a = false);
   m.def("causal_conv1d_update", &gdn::cpu::causal_conv1d_update, "x"_a.none(), "conv_state"_a.none(), "weight"_a.none(),
         "bias"_a.none(), "activation"_a.none(), "cache_seqlens"_a.none(), "conv_state_indices"_a.none(),
-        "num_accepted_tokens"_a.none(), "query_start_loc"_a.none(), "null_slot"_a.none(), "out"_a.none(),
-        "dry_run"_a = false);
+        "num_accepted_tokens"_a.none(), "query_start_loc"_a.none(), "null_slot"_a.none(), "row_indices"_a.none(),
+        "out"_a.none(), "dry_run"_a = false);
+  m.def("gdn_attention", &gdn::cpu::gdn_attention, "mixed_qkv"_a.none(), "a"_a.none(), "b"_a.none(), "z"_a.none(),
+        "conv_weight"_a.none(), "conv_bias"_a.none(), "A_log"_a.none(), "dt_bias"_a.none(), "norm_weight"_a.none(),
+        "norm_eps"_a.none(), "num_key_heads"_a.none(), "head_k_dim"_a.none(), "activation"_a.none(),
+        "output_gate_activation"_a.none(), "conv_states"_a.none(), "state"_a.none(), "records_k"_a.none(),
+        "records_u"_a.none(), "records_decay"_a.none(), "records_live"_a.none(), "state_v_first"_a.none(),
+        "null_slot"_a.none(), "layout"_a.none(), "query_start_loc"_a.none(), "slots"_a.none(),
+        "num_accepted_tokens"_a.none(), "has_initial_state"_a.none(), "out"_a.none(), "dry_run"_a = false);
 }

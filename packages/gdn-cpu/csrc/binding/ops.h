@@ -48,6 +48,15 @@ void causal_conv1d_fn(TensorView& x, TensorView& weight, TensorView& bias, Tenso
 void causal_conv1d_update(TensorView& x, TensorView& conv_state, TensorView& weight, TensorView& bias,
                           handle activation, TensorView& cache_seqlens, TensorView& conv_state_indices,
                           TensorView& num_accepted_tokens, TensorView& query_start_loc, handle null_slot,
-                          TensorView& out, bool dry_run);
+                          TensorView& row_indices, TensorView& out, bool dry_run);
+
+// The rows come as `layout` [N, 3] on the host: kind, first and end token; query_start_loc says the same.
+void gdn_attention(TensorView& mixed_qkv, TensorView& a, TensorView& b, TensorView& z, TensorView& conv_weight,
+                   TensorView& conv_bias, TensorView& A_log, TensorView& dt_bias, TensorView& norm_weight,
+                   handle norm_eps, handle num_key_heads, handle head_k_dim, handle activation,
+                   handle output_gate_activation, TensorView& conv_states, TensorView& state, TensorView& records_k,
+                   TensorView& records_u, TensorView& records_decay, TensorView& records_live, handle state_v_first,
+                   handle null_slot, TensorView& layout, handle query_start_loc, TensorView& slots,
+                   TensorView& num_accepted_tokens, TensorView& has_initial_state, TensorView& out, bool dry_run);
 
 }  // namespace gdn::cpu

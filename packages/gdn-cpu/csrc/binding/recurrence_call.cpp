@@ -76,13 +76,30 @@ std::int64_t row_begin(const RowPlan& plan, const RecurrenceParams& params, std:
   return plan.offsets.empty() ? row * params.tokens_per_sequence : plan.offsets[static_cast<std::size_t>(row)];
 }
 
+void RowPlan::name_rows(const TensorView& row_indices, std::int64_t rows) {
+  names_rows = !row_indices.is_none();
+  named = named_rows(row_indices, rows);
+}
+
+void check_row_lengths(const RowPlan& plan, Name name, std::int64_t rows, std::int64_t most) {
+  plan.for_each_row(rows, [&](std::int64_t row) {
+    const auto i = static_cast<std::size_t>(row);
+    const std::int64_t length = plan.padding[i] ? 0 : plan.offsets[i + 1] - plan.offsets[i];
+    if (length > most) {
+      raise_value(cat(
+          {name, ": expected rows of at most ", std::to_string(most), " tokens, got one of ", std::to_string(length)}));
+    }
+  });
+}
+
 // --- zeroing what no row computes ---
 
 namespace {
 
 std::size_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// Tokens [begin, end) of a packed batch; tokens of different batch entries are numbered on.
+}  // namespace
+
 void zero_tokens(const RecurrenceParams& params, std::int64_t tokens_per_batch, std::int64_t begin, std::int64_t end) {
   const MutableOperand& out = params.out;
   const std::size_t item = dtype_bytes(out.dtype);
@@ -96,42 +113,44 @@ void zero_tokens(const RecurrenceParams& params, std::int64_t tokens_per_batch, 
   }
 }
 
+namespace {
+
 void zero_uncovered(const RecurrenceParams& params, const RowPlan& plan, std::int64_t tokens_per_batch) {
   const std::int64_t rows = params.num_sequences;
-  if (!plan.offsets.empty()) {
+  if (!plan.offsets.empty() && !plan.names_rows) {
     zero_tokens(params, tokens_per_batch, 0, plan.offsets.front());
     zero_tokens(params, tokens_per_batch, plan.offsets.back(), tokens_per_batch);
   }
-  for (std::int64_t row = 0; row < rows; ++row) {
-    if (!plan.padding[static_cast<std::size_t>(row)]) continue;
+  plan.for_each_row(rows, [&](std::int64_t row) {
+    if (!plan.padding[static_cast<std::size_t>(row)]) return;
     zero_tokens(params, tokens_per_batch, row_begin(plan, params, row), row_begin(plan, params, row + 1));
-  }
+  });
 }
 
 // Few elements do not average their rounding to bf16, and gain nothing from it.
 constexpr std::int64_t kFewestForBFloat16 = 32;
 
-const ChunkKernel& chunk_kernel_of(const RecurrenceParams& params) {
+}  // namespace
+
+const ChunkKernel& chunk_kernel_of(const RecurrenceParams& params, DType dtype) {
   const bool has_size = params.key_dim >= kFewestForBFloat16 && params.value_dim >= kFewestForBFloat16;
-  const ChunkKernel* kernel = chunk_kernel(has_size && params.q.dtype == DType::kBFloat16);
+  const ChunkKernel* kernel = chunk_kernel(has_size && dtype == DType::kBFloat16);
   if (kernel == nullptr) {
     raise_value("GDN_CPU_GEMM: level " + std::string(active_level().name) + " has no engine '" + forced_gemm() + "'");
   }
   return *kernel;
 }
 
-}  // namespace
-
 void execute(RecurrenceParams& params, RowPlan& plan, std::int64_t tokens_per_batch, Method method) {
   Indices live;
-  for (std::int64_t row = 0; row < params.num_sequences; ++row) {
+  plan.for_each_row(params.num_sequences, [&](std::int64_t row) {
     if (!plan.padding[static_cast<std::size_t>(row)]) live.push_back(row);
-  }
+  });
   params.token_offsets = plan.offsets.empty() ? nullptr : plan.offsets.data();
   params.source_slots = plan.sources.data();
   params.destination_slots = plan.destinations.data();
   const KernelTable& kernels = *active_level().kernels;
-  const ChunkKernel* chunk = method == Method::kChunked ? &chunk_kernel_of(params) : nullptr;
+  const ChunkKernel* chunk = method == Method::kChunked ? &chunk_kernel_of(params, params.q.dtype) : nullptr;
   const int threads = num_threads();
   nb::gil_scoped_release unlocked;
   zero_uncovered(params, plan, tokens_per_batch);

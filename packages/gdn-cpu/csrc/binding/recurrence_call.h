@@ -35,9 +35,30 @@ struct RowPlan {
   Indices sources;            // [N], negative: starts from zero
   Indices destinations;       // [N] or [N, destination_columns], negative: not stored
   SmallVector<bool> padding;  // [N]: computes nothing
+  // The rows that the call is about, where it leaves others alone, and tokens in no row.
+  bool names_rows = false;
+  Indices named;
+
+  void name_rows(const TensorView& row_indices, std::int64_t rows);
+  // Calls body(row) for the rows that the call is about.
+  template <class Body>
+  void for_each_row(std::int64_t rows, const Body& body) const {
+    for (std::int64_t i = 0; i < (names_rows ? static_cast<std::int64_t>(named.size()) : rows); ++i) {
+      body(names_rows ? named[static_cast<std::size_t>(i)] : i);
+    }
+  }
 };
 
+// Rows that are no padding have at most so many tokens.
+void check_row_lengths(const RowPlan& plan, Name name, std::int64_t rows, std::int64_t most);
+
 std::int64_t row_begin(const RowPlan& plan, const RecurrenceParams& params, std::int64_t row);
+
+// Zeroes the outputs of tokens [begin, end) of a packed batch; tokens of different batch entries are numbered on.
+void zero_tokens(const RecurrenceParams& params, std::int64_t tokens_per_batch, std::int64_t begin, std::int64_t end);
+
+// The kernel of the chunked rule for activations of `dtype`.
+const ChunkKernel& chunk_kernel_of(const RecurrenceParams& params, DType dtype);
 
 // How the tokens of a row are run.
 enum class Method {

@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Decode steps that verify draft tokens, from q, k and v or straight from the convolution's output.
-#include <algorithm>
-#include <utility>
-#include <vector>
-
 #include "ops.h"
+#include "records.h"
 #include "recurrence_call.h"
 
 namespace gdn::cpu {
@@ -16,8 +13,10 @@ void plan_several_slots(const RowArguments& rows, std::int64_t pool_size, const 
                         RowPlan& plan) {
   const SlotTable table =
       slot_table(rows.slots, rows.slots_name, pool_size, optional_integer(rows.null_slot, "null_slot"));
-  plan.offsets = short_row_offsets(rows.cu_seqlens, "cu_seqlens", table.rows, table.columns, s.tokens);
-  const Indices accepted = accepted_tokens(rows.num_accepted_tokens, "num_accepted_tokens", table.rows, table.columns);
+  plan.offsets = row_offsets(rows.cu_seqlens, "cu_seqlens", s.tokens, table.rows + 1);
+  plan.name_rows(rows.row_indices, table.rows);
+  const Indices accepted = accepted_tokens(rows.num_accepted_tokens, "num_accepted_tokens", table.rows, table.columns,
+                                           plan.names_rows ? &plan.named : nullptr);
   params.num_sequences = table.rows;
   params.destination_columns = table.columns;
   plan.destinations = table.slots;
@@ -27,34 +26,7 @@ void plan_several_slots(const RowArguments& rows, std::int64_t pool_size, const 
     plan.sources.push_back(source);
     plan.padding.push_back(source < 0 || plan.offsets[i] == plan.offsets[i + 1]);
   }
-}
-
-// Rows with one slot each, and the records of it. The vectors outlive the kernel.
-struct ReplayPlan {
-  Replay replay;
-  Indices counts;                // [N], records to replay
-  std::vector<float> new_decay;  // [T, HV]
-};
-
-MutableOperand record_operand(const TensorView& view, Name name, DType dtype) {
-  if (view.ndim() == 4 && view.numel() > 0 && view.size(3) > 1 && view.stride(3) != 1) {
-    decline(cat({name, ": not of unit stride in the last dimension"}));
-  }
-  return {view.data(), dtype, view.stride(0), view.stride(1), view.stride(2)};
-}
-
-std::int64_t set_records(const RecordTensors& records, const TensorView& activations, std::int64_t pool_size,
-                         const Sizes& s, Replay& replay) {
-  const std::int64_t columns = check_records(records, activations, pool_size, s, check_exact);
-  if (columns > kMaxRecords) decline(cat({"records: more than ", std::to_string(kMaxRecords), " a slot"}));
-  replay.k = record_operand(records.k, "records.k", *floating_dtype<DType>(records.k));
-  replay.u = record_operand(records.u, "records.u", DType::kFloat32);
-  replay.decay = record_operand(records.decay, "records.decay", DType::kFloat32);
-  return columns;
-}
-
-std::int32_t& live_records(const TensorView& live, std::int64_t slot) {
-  return static_cast<std::int32_t*>(live.data())[slot * live.stride(0)];
+  check_row_lengths(plan, "cu_seqlens", table.rows, table.columns);
 }
 
 // Rows that resume after the tokens that were accepted by replaying their records.
@@ -66,33 +38,30 @@ void plan_replay(const RowArguments& rows, const RecordTensors& records, const T
       slot_indices(rows.slots, rows.slots_name, "N", pool_size, optional_integer(rows.null_slot, "null_slot"));
   plan.destinations = plan.sources;
   params.num_sequences = static_cast<std::int64_t>(plan.sources.size());
-  plan.offsets = short_row_offsets(rows.cu_seqlens, "cu_seqlens", params.num_sequences, columns, s.tokens);
-  const Indices accepted =
-      accepted_tokens(rows.num_accepted_tokens, "num_accepted_tokens", params.num_sequences, columns);
+  plan.offsets = row_offsets(rows.cu_seqlens, "cu_seqlens", s.tokens, params.num_sequences + 1);
+  plan.name_rows(rows.row_indices, params.num_sequences);
+  const Indices accepted = accepted_tokens(rows.num_accepted_tokens, "num_accepted_tokens", params.num_sequences,
+                                           columns, plan.names_rows ? &plan.named : nullptr);
   for (std::size_t row = 0; row < plan.sources.size(); ++row) {
-    const std::int64_t slot = plan.sources[row];
-    const std::int64_t live = slot < 0 ? 0 : live_records(records.live, slot);
-    if (0 < live && live < accepted[row]) {
-      raise_value(cat({"num_accepted_tokens: expected at most the ", std::to_string(live), " live records of slot ",
-                       std::to_string(slot), ", got ", std::to_string(accepted[row])}));
-    }
-    replay_plan.counts.push_back(std::max<std::int64_t>(0, std::min(live, accepted[row])));
-    plan.padding.push_back(slot < 0 || plan.offsets[row] == plan.offsets[row + 1]);
+    plan.padding.push_back(plan.sources[row] < 0 || plan.offsets[row] == plan.offsets[row + 1]);
+    replay_plan.counts.push_back(0);
   }
+  plan.for_each_row(params.num_sequences, [&](std::int64_t row) {
+    const auto i = static_cast<std::size_t>(row);
+    replay_plan.counts[i] = replayed_records(records.live, plan.sources[i], accepted[i]);
+  });
+  check_row_lengths(plan, "cu_seqlens", params.num_sequences, columns);
 }
 
 void execute_replay(RecurrenceParams& params, RowPlan& plan, ReplayPlan& replay_plan, const RecordTensors& records,
                     const Sizes& s) {
-  replay_plan.new_decay.resize(static_cast<std::size_t>(s.tokens * s.value_heads));
-  replay_plan.replay.new_decay = replay_plan.new_decay.data();
-  replay_plan.replay.counts = replay_plan.counts.data();
-  params.replay = &replay_plan.replay;
+  replay_plan.attach(params, s.tokens);
   execute(params, plan, s.tokens);
-  for (std::size_t row = 0; row < plan.sources.size(); ++row) {
-    if (plan.padding[row]) continue;
-    live_records(records.live, plan.sources[row]) =
-        static_cast<std::int32_t>(plan.offsets[row + 1] - plan.offsets[row]);
-  }
+  plan.for_each_row(params.num_sequences, [&](std::int64_t row) {
+    const auto i = static_cast<std::size_t>(row);
+    if (plan.padding[i]) return;
+    live_records(records.live, plan.sources[i]) = static_cast<std::int32_t>(plan.offsets[i + 1] - plan.offsets[i]);
+  });
 }
 
 Sizes check_fused(const FusedArguments& args, RecurrenceParams& params, GatedNorm& norm) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/chunked.h"
 
+#include <algorithm>
 #include <cstddef>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -10,33 +10,10 @@
 #include "runtime/chunk_plan.h"
 #include "runtime/parallel.h"
 #include "runtime/team.h"
+#include "runtime/thread_memory.h"
 
 namespace gdn::cpu {
 namespace {
-
-struct FreeDeleter {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-// Memory that one thread keeps from call to call, as large as it ever needed.
-class ThreadMemory {
- public:
-  void* at_least(std::int64_t bytes) {
-    if (bytes > size_) {
-      const auto alignment = static_cast<std::int64_t>(kScratchAlignment);
-      const std::int64_t rounded = (bytes + alignment - 1) / alignment * alignment;
-      memory_.reset();
-      memory_.reset(std::aligned_alloc(kScratchAlignment, static_cast<std::size_t>(rounded)));
-      if (memory_ == nullptr) std::abort();  // in a parallel region: nothing sensible is left to do
-      size_ = rounded;
-    }
-    return memory_.get();
-  }
-
- private:
-  std::unique_ptr<void, FreeDeleter> memory_;
-  std::int64_t size_ = 0;
-};
 
 ThreadMemory& workspace_memory() {
   thread_local ThreadMemory memory;
@@ -117,8 +94,8 @@ struct Tail {
 class ChunkedCall {
  public:
   ChunkedCall(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
-              const Indices& sequences, int threads)
-      : table_(table), chunk_(chunk), params_(params), sequences_(sequences) {
+              const Indices& sequences, int threads, const std::vector<RecurrenceWork*>& steps)
+      : table_(table), chunk_(chunk), params_(params), sequences_(sequences), steps_(steps) {
     ChunkWork work{.lengths = {},
                    .num_key_heads = params.num_key_heads,
                    .num_value_heads = params.num_value_heads,
@@ -134,10 +111,18 @@ class ChunkedCall {
   }
 
   int useful_threads(int threads) const {
+    if (!steps_.empty()) return threads;
     return static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(threads), plan_.chains.size()));
   }
 
+  // First what streams states through the caches, which the outputs of the chunks are to be in afterwards.
   void run_share() {
+    for (RecurrenceWork* work : steps_) work->run_share();
+    run_turns();
+  }
+
+ private:
+  void run_turns() {
     ChunkQueue::Turn turn{};
     for (bool has_turn = next(nullptr, turn); has_turn;) {
       run(turn);
@@ -146,7 +131,6 @@ class ChunkedCall {
     }
   }
 
- private:
   std::int64_t head_size() const { return params_.key_dim * params_.value_dim; }
 
   bool next(const ChunkQueue::Turn* previous, ChunkQueue::Turn& turn) {
@@ -206,6 +190,7 @@ class ChunkedCall {
   const ChunkKernel& chunk_;
   const RecurrenceParams& params_;
   const Indices& sequences_;
+  const std::vector<RecurrenceWork*>& steps_;
   ChunkPlan plan_;
   std::vector<float> carried_;  // [sequences, HV, K, V]
   std::mutex mutex_;
@@ -215,14 +200,14 @@ class ChunkedCall {
 }  // namespace
 
 void run_chunked(const KernelTable& table, const ChunkKernel& chunk, const RecurrenceParams& params,
-                 const Indices& live, int num_threads) {
+                 const Indices& live, int num_threads, const std::vector<RecurrenceWork*>& steps) {
   Indices shorts, longs;
   for (const std::int64_t sequence : live) {
     (sequence_length(params, sequence) < chunk.shortest ? shorts : longs).push_back(sequence);
   }
   run_recurrence(table, params, shorts, num_threads);
   if (longs.empty() || params.num_value_heads == 0) return;
-  ChunkedCall call(table, chunk, params, longs, num_threads);
+  ChunkedCall call(table, chunk, params, longs, num_threads, steps);
   run_team(
       call.useful_threads(num_threads), [](void* context) { static_cast<ChunkedCall*>(context)->run_share(); }, &call);
 }

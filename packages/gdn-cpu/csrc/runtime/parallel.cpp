@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <optional>
 
 #include "runtime/openmp.h"
 #include "runtime/recurrence_plan.h"
@@ -166,8 +165,6 @@ bool streams_states(const RecurrenceParams& params, const Indices& live) {
 
 }  // namespace
 
-namespace {
-
 // Tiles of a head that share a norm over all its columns: whoever finishes the last one applies it.
 class SharedNorms {
  public:
@@ -187,6 +184,8 @@ class SharedNorms {
   std::unique_ptr<float[]> outputs_;
 };
 
+namespace {
+
 Indices longest_first(const RecurrenceParams& params, const Indices& live) {
   Indices order = live;
   std::stable_sort(order.begin(), order.end(), [&](std::int64_t left, std::int64_t right) {
@@ -197,35 +196,76 @@ Indices longest_first(const RecurrenceParams& params, const Indices& live) {
 
 }  // namespace
 
-void run_recurrence(const KernelTable& table, const RecurrenceParams& call, const Indices& live, int num_threads) {
-  if (live.empty() || call.num_value_heads == 0) return;
-  RecurrenceParams params = call;
-  params.streams_states = streams_states(call, live);
+RecurrenceWork::RecurrenceWork(const KernelTable& table, const RecurrenceParams& params, const Indices& live,
+                               int num_threads)
+    : table_(table), params_(params), live_(live), num_threads_(num_threads) {
+  if (live.empty() || params.num_value_heads == 0) return;
+  params_.streams_states = streams_states(params, live);
   Indices lengths;
-  for (const std::int64_t sequence : live) lengths.push_back(sequence_length(params, sequence));
-  const std::int64_t heads = params.num_value_heads;
-  const RecurrencePlan plan = plan_recurrence(lengths, heads, params.value_dim, num_threads);
-  const Indices order = plan.is_ragged ? longest_first(params, live) : live;
-  const auto num_live = static_cast<std::int64_t>(order.size());
-  const std::int64_t tiles = (params.value_dim + plan.tile - 1) / plan.tile;
-  std::optional<SharedNorms> norms;
-  if (params.norm != nullptr && tiles > 1) norms.emplace(params, num_live, end_of_tokens(params, live), tiles);
-  const auto item_at = [&](std::int64_t index, bool is_awaited) {
-    const std::int64_t v_begin = index % tiles * plan.tile;
-    const std::int64_t row_head = index / tiles;
-    return RecurrenceItem{order[static_cast<std::size_t>(row_head / heads)], row_head % heads, v_begin,
-                          std::min(v_begin + plan.tile, params.value_dim), is_awaited};
-  };
-  for_each_with_next(num_live * heads * tiles, static_cast<int>(plan.num_threads),
-                     plan.is_ragged ? Schedule::kDynamic : Schedule::kStatic,
-                     [&](std::int64_t index, std::int64_t previous, std::int64_t next) {
-                       const RecurrenceItem item = item_at(index, previous >= 0);
-                       const RecurrenceItem next_item = item_at(next >= 0 ? next : index, true);
-                       table.recurrence(params, item, next >= 0 ? &next_item : nullptr, thread_scratch());
-                       if (norms && norms->is_last_tile(index / tiles))
-                         table.recurrence_norm(params, item.sequence, item.head);
-                     });
-  if (params.replay != nullptr) store_records(params, live, num_threads);
+  for (const std::int64_t sequence : live) lengths.push_back(sequence_length(params_, sequence));
+  plan_ = plan_recurrence(lengths, params_.num_value_heads, params_.value_dim, num_threads);
+  order_ = plan_.is_ragged ? longest_first(params_, live) : live;
+  tiles_ = (params_.value_dim + plan_.tile - 1) / plan_.tile;
+  const auto rows = static_cast<std::int64_t>(order_.size());
+  num_items_ = rows * params_.num_value_heads * tiles_;
+  if (params_.norm != nullptr && tiles_ > 1) {
+    norms_ = std::make_unique<SharedNorms>(params_, rows, end_of_tokens(params_, live), tiles_);
+  }
+}
+
+RecurrenceWork::~RecurrenceWork() = default;
+
+RecurrenceItem RecurrenceWork::item_at(std::int64_t index, bool is_awaited) const {
+  const std::int64_t v_begin = index % tiles_ * plan_.tile;
+  const std::int64_t row_head = index / tiles_;
+  return {order_[static_cast<std::size_t>(row_head / params_.num_value_heads)], row_head % params_.num_value_heads,
+          v_begin, std::min(v_begin + plan_.tile, params_.value_dim), is_awaited};
+}
+
+void RecurrenceWork::run_item(std::int64_t index, std::int64_t previous, std::int64_t next) {
+  const RecurrenceItem item = item_at(index, previous >= 0);
+  const RecurrenceItem next_item = item_at(next >= 0 ? next : index, true);
+  table_.recurrence(params_, item, next >= 0 ? &next_item : nullptr, thread_scratch());
+  if (norms_ && norms_->is_last_tile(index / tiles_)) table_.recurrence_norm(params_, item.sequence, item.head);
+}
+
+void RecurrenceWork::run() {
+  for_each_with_next(
+      num_items_, static_cast<int>(plan_.num_threads), plan_.is_ragged ? Schedule::kDynamic : Schedule::kStatic,
+      [this](std::int64_t index, std::int64_t previous, std::int64_t next) { run_item(index, previous, next); });
+}
+
+RecurrenceWork::Block RecurrenceWork::claim() {
+  std::int64_t begin = unclaimed_.load(std::memory_order_relaxed);
+  while (begin < num_items_) {
+    const std::int64_t share = plan_.is_ragged ? 1 : (num_items_ - begin) / (2 * std::max(1, num_threads_));
+    const std::int64_t end = begin + std::max<std::int64_t>(1, share);
+    if (unclaimed_.compare_exchange_weak(begin, end)) return {begin, end};
+  }
+  return {num_items_, num_items_};
+}
+
+void RecurrenceWork::run_share() {
+  std::int64_t previous = kNone;
+  for (Block block = claim(); block.begin < block.end;) {
+    const Block next = claim();
+    for (std::int64_t index = block.begin; index < block.end; ++index) {
+      const std::int64_t after = index + 1 < block.end ? index + 1 : (next.begin < next.end ? next.begin : kNone);
+      run_item(index, previous, after);
+      previous = index;
+    }
+    block = next;
+  }
+}
+
+void RecurrenceWork::finish() const {
+  if (params_.replay != nullptr) store_records(params_, live_, num_threads_);
+}
+
+void run_recurrence(const KernelTable& table, const RecurrenceParams& params, const Indices& live, int num_threads) {
+  RecurrenceWork work(table, params, live, num_threads);
+  work.run();
+  work.finish();
 }
 
 void run_gating(const KernelTable& table, const GatingParams& params, std::int64_t rows, int num_threads) {

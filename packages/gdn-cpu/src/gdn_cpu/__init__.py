@@ -27,6 +27,7 @@ _NATIVE = (
     "chunk_gated_delta_rule",
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "gdn_attention",
 )
 
 

@@ -116,6 +116,10 @@ void set_rows(Checked& checked, std::int64_t count, std::int64_t columns, const 
   if (!rows.num_accepted_tokens.is_none()) {
     p.num_accepted_tokens = checked.arguments.indices(rows.num_accepted_tokens, "num_accepted_tokens", {count});
   }
+  if (!rows.row_indices.is_none()) {
+    p.row_indices = checked.arguments.indices(rows.row_indices, "row_indices", {"M"});
+    p.num_rows = rows.row_indices.size(0);
+  }
 }
 
 void set_several_slots(Checked& checked, const RowArguments& rows) {

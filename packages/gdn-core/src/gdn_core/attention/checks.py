@@ -12,9 +12,9 @@ from .._validate import debugging, has_data, same_dtype, tensor, writable
 from ..records import ReplayRecords
 from .cache import GDNStateCache
 from .core import Core
+from .groups import REPLAY, Group, RowTensors
 from .metadata import GDNMetadata
 from .params import conv_channels
-from .runs import REPLAY, Run
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
@@ -82,7 +82,8 @@ def _check_records(core: Core, records: ReplayRecords) -> None:
     tensor("cache.records.live", records.live, [slots], (torch.int32,))
 
 
-def check_batch(cache: GDNStateCache, metadata: GDNMetadata, tokens: int) -> None:
+def check_batch(cache: GDNStateCache, metadata: GDNMetadata, mixed_qkv: Tensor) -> None:
+    tokens = mixed_qkv.shape[0] if isinstance(mixed_qkv, Tensor) and mixed_qkv.dim() > 0 else metadata.num_tokens
     if metadata.num_tokens > tokens:
         raise ValueError(f"mixed_qkv: expected the {metadata.num_tokens} tokens of the metadata, got {tokens}")
     if metadata.max_slot >= cache.num_slots:
@@ -100,35 +101,38 @@ def check_batch(cache: GDNStateCache, metadata: GDNMetadata, tokens: int) -> Non
         raise ValueError("metadata.slots: expected one slot a row for a cache with records, got a table [N, S]")
 
 
-def check_records_live(records: ReplayRecords, runs: Sequence[Run]) -> None:
+def check_records_live(records: ReplayRecords, groups: Sequence[Group]) -> None:
     """Check that no row accepts more than its slot recorded and, under GDN_DEBUG=1, that plain rows have no records."""
-    for run in runs:
-        if not run.slots.is_cpu or (run.kind != REPLAY and not debugging()):
+    for group in groups:
+        if not group.slots.is_cpu or (group.kind != REPLAY and not debugging()):
             continue
-        slots, lengths = run.slots.tolist(), run.cu_seqlens.diff().tolist()
+        slots, lengths = group.slots.tolist(), group.cu_seqlens.diff().tolist()
+        accepted_tokens, has_initial_state = group.num_accepted_tokens.tolist(), group.has_initial_state.tolist()
         live = records.live
-        rows = zip(slots, lengths, run.num_accepted_tokens.tolist(), run.has_initial_state.tolist(), strict=True)
-        for slot, length, accepted, has_state in rows:
+        named = range(len(slots)) if group.row_indices is None else group.row_indices.tolist()
+        for n in named:
+            slot, length, accepted, has_state = slots[n], lengths[n], accepted_tokens[n], has_initial_state[n]
             recorded = int(live[slot]) if slot >= 0 and length > 0 else 0
-            if run.kind == REPLAY and 0 < recorded < accepted:
+            if group.kind == REPLAY and 0 < recorded < accepted:
                 raise ValueError(
                     f"num_accepted_tokens: expected at most the {recorded} live records of slot {slot}, got {accepted}"
                 )
-            if run.kind != REPLAY and recorded and has_state:
+            if group.kind != REPLAY and recorded and has_state:
                 raise ValueError(
                     f"metadata.slots: expected no live records for a row that does not speculate, got {recorded} in "
                     f"slot {slot}; GDNStateCache.commit() ends the speculation of a request"
                 )
 
 
-def check_rows(
-    core: Core, bounds: Tensor, cu_seqlens: Tensor, slots: Tensor, accepted: Tensor, initial: Tensor
-) -> None:
+def check_rows(core: Core, layout: Tensor, rows: RowTensors) -> None:
+    """Check the rows of an op, of which no metadata has been built here."""
     integers = (torch.int32, torch.int64)
-    tensor("bounds", bounds, ["R", 5], (torch.int64,))
-    tensor("slots", slots, ["N", "S"], integers)
-    tensor("cu_seqlens", cu_seqlens, [slots.shape[0] + bounds.shape[0]], integers)
-    tensor("num_accepted_tokens", accepted, [slots.shape[0]], integers)
-    tensor("has_initial_state", initial, [slots.shape[0]], (torch.bool,))
+    tensor("slots", rows.slots, ["N", "S"], integers)
+    count = rows.slots.shape[0]
+    tensor("layout", layout, [count, 3], (torch.int64,))
+    tensor("query_start_loc", rows.query_start_loc, [count + 1], integers)
+    tensor("num_accepted_tokens", rows.num_accepted_tokens, [count], integers)
+    tensor("has_initial_state", rows.has_initial_state, [count], (torch.bool,))
+    slots = rows.slots
     if slots.is_cpu and has_data(slots) and slots.numel() > 0 and int(slots.max()) >= core.state.shape[0]:
         raise IndexError(f"slots: expected slots below {core.state.shape[0]}, got {int(slots.max())}")

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The core of a layer over any mix of rows: convolution, gates, recurrence, gated norm, in the order given.
 
-A batch is cut into runs of consecutive rows of one kind (see :mod:`.runs`), and each run is one call of each
-operation on views of the batch's own tensors: nothing is gathered, nothing is scattered back. Engines put decodes
-first, so that a batch has one run or two. Decode and speculative rows take the fused step, prefills the chunked rule,
-whose output stays in fp32 until the gated norm has been applied.
+A backend may run all of it in one call. Otherwise a batch is divided into groups (see :mod:`.groups`), each of which is
+one call of each operation on the batch's own tensors: nothing is gathered, nothing is scattered back. Decode and
+speculative rows take the fused step, prefills the chunked rule, whose output stays in fp32 until the gated norm has
+been applied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _dispatch, ops
 from ..records import ReplayRecords
-from .runs import PREFILL, REPLAY, SKIP, Run
+from .groups import PREFILL, REPLAY, Group
 
 
 class Core(NamedTuple):
@@ -43,75 +43,67 @@ class Core(NamedTuple):
     def head_v_dim(self) -> int:
         return self.norm_weight.shape[0]
 
-    def run(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, runs: Sequence[Run], out: Tensor) -> None:
+    def run(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, groups: Sequence[Group], out: Tensor) -> None:
         """Fill ``out``: every row of it."""
         convolved = torch.empty_like(mixed_qkv, memory_format=torch.contiguous_format)
-        if len(runs) == 1 and runs[0].kind not in (PREFILL, SKIP):
-            self.step(mixed_qkv, a, b, z, runs[0], convolved, out)  # which zeroes what its rows do not cover
-            return
         end = 0
-        for run in runs:
-            end = run.end_token
-            tokens = slice(run.first_token, end)
-            inputs = mixed_qkv[tokens], a[tokens], b[tokens], z[tokens]
-            if run.kind == SKIP:
-                out[tokens].zero_()
-            elif run.kind == PREFILL:
-                self.prefill(*inputs, run, convolved[tokens], out[tokens])
+        for group in groups:
+            if group.kind == PREFILL:
+                end = group.end_token
+                part = slice(group.first_token, group.end_token)
+                inputs = (mixed_qkv[part], a[part], b[part], z[part])
+                self.prefill(*inputs, group, convolved[part], out[part])
             else:
-                self.step(*inputs, run, convolved[tokens], out[tokens])
+                # All rows together also zero what none of them covers.
+                end = out.shape[0] if group.row_indices is None else group.end_token
+                self.step(mixed_qkv, a, b, z, group, convolved, out)
         if end < out.shape[0]:
             out[end:].zero_()
 
     def step(
-        self, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, run: Run, convolved: Tensor, out: Tensor
+        self, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, group: Group, convolved: Tensor, out: Tensor
     ) -> None:
-        """Advance decode and speculative rows: two calls, whatever their number."""
-        ops.causal_conv1d_update(
-            mixed_qkv, self.conv_states, self.conv_weight, self.conv_bias, self.activation, None, run.slots,
-            num_accepted_tokens=run.num_accepted_tokens, query_start_loc=run.cu_seqlens, null_slot=self.null_slot,
-            out=convolved,
+        """Advance decode and speculative rows: two calls, whatever their number, wherever they lie."""
+        inputs = (
+            mixed_qkv, self.conv_states, self.conv_weight, self.conv_bias, self.activation, None, group.slots,
+            group.num_accepted_tokens, group.cu_seqlens, self.null_slot, group.row_indices, convolved,
         )  # fmt: skip
-        options: dict[str, Any] = {
-            "output_gate_activation": self.output_gate_activation,
-            "num_key_heads": self.num_key_heads,
-            "head_k_dim": self.head_k_dim,
-            "state_v_first": self.state_v_first,
-            "null_slot": self.null_slot,
-        }
-        if run.kind == REPLAY:
+        _dispatch.run("causal_conv1d_update", out, inputs)
+        options = (
+            group.cu_seqlens, group.num_accepted_tokens, self.state, z, self.norm_weight, None, self.norm_eps,
+            self.output_gate_activation, self.num_key_heads, self.head_k_dim, self.state_v_first, self.null_slot,
+            group.row_indices, out,
+        )  # fmt: skip
+        gates = (convolved, a, b, self.A_log, self.dt_bias)
+        if group.kind == REPLAY:
             assert self.records is not None
-            ops.fused_gdn_decode_post_conv_mtp_replay(
-                convolved, a, b, self.A_log, self.dt_bias, run.slots, self.records, run.cu_seqlens,
-                run.num_accepted_tokens, self.state, z, self.norm_weight, out, None, self.norm_eps, **options,
-            )  # fmt: skip
+            records = (self.records.k, self.records.u, self.records.decay, self.records.live)
+            flat = (*gates, group.slots, *records, *options)
+            _dispatch.run("fused_gdn_decode_post_conv_mtp_replay", out, flat)
             return
-        ops.fused_gdn_decode_post_conv_mtp(
-            convolved, a, b, self.A_log, self.dt_bias, run.table, run.cu_seqlens, run.num_accepted_tokens, self.state,
-            z, self.norm_weight, out, None, self.norm_eps, **options,
-        )  # fmt: skip
+        _dispatch.run("fused_gdn_decode_post_conv_mtp", out, (*gates, group.table, *options))
 
     def prefill(
-        self, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, run: Run, convolved: Tensor, out: Tensor
+        self, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, group: Group, convolved: Tensor, out: Tensor
     ) -> None:
         """Run the prompts of some rows, from their states where they have one."""
-        initial = run.has_initial_state
+        initial = group.has_initial_state
         ops.causal_conv1d_fn(
             mixed_qkv.T, self.conv_weight, self.conv_bias, activation=self.activation, conv_states=self.conv_states,
-            query_start_loc=run.cu_seqlens, cache_indices=run.slots, has_initial_state=initial,
+            query_start_loc=group.cu_seqlens, cache_indices=group.slots, has_initial_state=initial,
             null_slot=self.null_slot, out=convolved.T,
         )  # fmt: skip
         q, k, v = split_heads(convolved[None], self.num_key_heads, self.head_k_dim, self.head_v_dim)
         g, beta = ops.fused_gdn_gating(self.A_log, a[None], b[None], self.dt_bias)
         o = torch.empty(v.shape, dtype=g.dtype, device=v.device)
         ops.chunk_gated_delta_rule(
-            q, k, v, g, beta, initial_state=self.state, use_qk_l2norm_in_kernel=True, cu_seqlens=run.cu_seqlens,
-            state_v_first=self.state_v_first, state_indices=run.slots, has_initial_state=initial,
+            q, k, v, g, beta, initial_state=self.state, use_qk_l2norm_in_kernel=True, cu_seqlens=group.cu_seqlens,
+            state_v_first=self.state_v_first, state_indices=group.slots, has_initial_state=initial,
             null_slot=self.null_slot, out=o,
         )  # fmt: skip
         ops.rms_norm_gated(o[0], z, self.norm_weight, self.norm_eps, activation=self.output_gate_activation, out=out)
         if self.records is not None:  # what a slot's last owner recorded is none of this request's
-            self.records.reset(run.slots)
+            self.records.reset(group.slots)
 
 
 def split_heads(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .._validate import CHUNK, debugging, describe, distinct_slots
-from .rows import Booleans, Integers, Row, flags, integers, is_one_slot, joined_kinds, run_bounds, slot_table
-from .runs import PREFILL, REPLAY, STEP, Run, cut_runs
+from .groups import PREFILL, REPLAY, STEP, Group, RowTensors, group_rows
+from .rows import Booleans, Integers, Row, flags, integers, is_one_slot, slot_table
 
 
 @dataclass(eq=False)
@@ -27,8 +27,8 @@ class GDNMetadata:
         slots: int32 [N, S], each row's slots in the pools; -1 in padding rows and in rows without tokens.
         num_accepted_tokens: int32 [N]; 1 in rows that do not speculate.
         has_initial_state: bool [N].
-        bounds: int64 [R, 5] on the host, the runs of rows of one kind: kind, first and end row, first and end token.
-        cu_seqlens: int32 [N + R], the offsets of every run from its own first token, one after the other.
+        query_start_loc: int32 [N + 1], the offsets of the rows.
+        layout: int64 [N, 3] on the host: what happens to each row, its first and its end token.
         is_replay: speculative rows own one slot and use the cache's records.
         null_slot: as the cache's.
 
@@ -50,14 +50,13 @@ class GDNMetadata:
     slots: Tensor
     num_accepted_tokens: Tensor
     has_initial_state: Tensor
-    bounds: Tensor
-    cu_seqlens: Tensor
+    query_start_loc: Tensor
+    layout: Tensor
     is_replay: bool
     null_slot: int | None
     max_slot: int
     max_accepted: int
     longest_step: int
-    runs: tuple[Run, ...]
     row_kinds: tuple[int, ...]
     row_ends: tuple[int, ...]
 
@@ -150,8 +149,7 @@ class GDNMetadata:
         device: torch.device,
     ) -> GDNMetadata:
         kinds = [row.kind(is_replay) for row in rows]
-        bounds = run_bounds(joined_kinds(rows, is_replay), ends)
-        offsets = [ends[row] - ends[first] for _, first, end, *_ in bounds for row in range(first, end + 1)]
+        layout = [[kind, *span] for kind, span in zip(kinds, pairwise(ends), strict=True)]
         live = [row for row in rows if row.length > 0 and not row.is_padding]
         groups = {
             "prefill": [row.length for row in live if row.kind(is_replay) == PREFILL],
@@ -159,7 +157,7 @@ class GDNMetadata:
             "spec": [row.length for row in live if row.is_speculative],
         }
         tensors = {
-            "cu_seqlens": torch.tensor(offsets, dtype=torch.int32).to(device),
+            "query_start_loc": torch.tensor(ends, dtype=torch.int32).to(device),
             "slots": table.to(device, torch.int32),
             "num_accepted_tokens": torch.tensor(
                 [row.accepted if row.is_speculative and not row.is_padding else 1 for row in rows], dtype=torch.int32
@@ -175,19 +173,24 @@ class GDNMetadata:
             num_spec_decode_tokens=sum(groups["spec"]),
             num_rows=len(rows),
             num_tokens=ends[-1],
-            bounds=torch.tensor(bounds, dtype=torch.int64).reshape(-1, 5),
+            layout=torch.tensor(layout, dtype=torch.int64).reshape(-1, 3),
             is_replay=is_replay,
             null_slot=null_slot,
             max_slot=int(table.max()) if table.numel() > 0 else -1,
             max_accepted=max((row.accepted for row in live), default=1),
             longest_step=max((row.length for row in live if row.kind(is_replay) != PREFILL), default=0),
-            runs=cut_runs(bounds, **tensors),
             row_kinds=tuple(
                 -1 if row.length == 0 or row.is_padding else kind for row, kind in zip(rows, kinds, strict=True)
             ),
             row_ends=tuple(ends),
             **tensors,
         )
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Return the rows that one call of each operation can take together, prefills first."""
+        rows = RowTensors(self.query_start_loc, self.slots, self.num_accepted_tokens, self.has_initial_state)
+        return group_rows(self.layout.tolist(), rows)
 
     # --- graphs of fixed sizes ----------------------------------------------------------------------------------------
 
@@ -202,9 +205,9 @@ class GDNMetadata:
         """
         if self.num_rows > num_rows:
             raise ValueError(f"num_rows: expected at least the {self.num_rows} rows there are, got {num_rows}")
-        if any(run.kind not in (STEP, REPLAY) for run in self.runs) or len({run.kind for run in self.runs}) > 1:
+        kinds = {group.kind for group in self.groups} or {STEP}
+        if PREFILL in kinds or len(kinds) > 1:
             raise ValueError("num_rows: expected decode and speculative rows only, all in one form, got others too")
-        kind = self.runs[0].kind if self.runs else STEP
         missing = num_rows - self.num_rows
         table = torch.nn.functional.pad(self.slots.cpu(), (0, 0, 0, missing), value=-1)
         accepted = [*self.num_accepted_tokens.tolist(), *[1] * missing]
@@ -213,40 +216,28 @@ class GDNMetadata:
             Row(n, ends[n + 1] - ends[n], slots, True, True, accepted[n], None)
             for n, slots in enumerate(table.tolist())
         ]
-        padded = self._of_rows(rows, ends, table, kind == REPLAY, self.null_slot, self.slots.device)
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        bounds = [[kind, 0, num_rows, 0, self.num_tokens]]
-        fields = {**padded.__dict__, **counts, "bounds": torch.tensor(bounds)}
-        fields["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32).to(self.slots.device)
-        fields["runs"] = cut_runs(bounds, *(fields[name] for name in _RUN_TENSORS))
-        return GDNMetadata(**fields)
+        padded = self._of_rows(rows, ends, table, kinds == {REPLAY}, self.null_slot, self.slots.device)
+        for name in _COUNTS:
+            setattr(padded, name, getattr(self, name))
+        return padded
 
     def copy_(self, other: GDNMetadata) -> None:
         """Put another batch into the tensors of this one, in place, as before the replay of a captured graph.
 
         Raises:
-            ValueError: the two have other sizes or runs; pad both to the same number of rows.
+            ValueError: the two have other sizes or kinds of rows; pad both to the same number of rows.
         """
-        same_rows = [run[:3] for run in self.runs] == [run[:3] for run in other.runs]
-        if not same_rows or self.slots.shape != other.slots.shape or self.is_replay != other.is_replay:
+        same_kinds = torch.equal(self.layout[:, 0], other.layout[:, 0])
+        if not same_kinds or self.slots.shape != other.slots.shape or self.is_replay != other.is_replay:
             raise ValueError(f"other: expected rows as in {self}, got {other}")
-        for name in (*_RUN_TENSORS, "bounds"):
+        for name in (*RowTensors._fields, "layout"):
             getattr(self, name).copy_(getattr(other, name))
-        self.runs = tuple(
-            run._replace(first_token=new.first_token, end_token=new.end_token)
-            for run, new in zip(self.runs, other.runs, strict=True)
-        )
         for name in _HOST_FIELDS:
             setattr(self, name, getattr(other, name))
         for name in _CACHED:
             self.__dict__.pop(name, None)
 
     # --- what kernels of other projects want --------------------------------------------------------------------------
-
-    @property
-    def query_start_loc(self) -> Tensor:
-        """Return the offsets of all rows, int32 [N + 1]."""
-        return torch.tensor(self.row_ends, dtype=torch.int32).to(self.slots.device)
 
     def _token_indices(self, *kinds: int) -> Tensor:
         spans = zip(self.row_kinds, pairwise(self.row_ends), strict=True)
@@ -301,6 +292,6 @@ _COUNTS = (
 )  # fmt: skip
 _HOST_FIELDS = (*_COUNTS, "num_tokens", "max_slot", "max_accepted", "longest_step", "row_kinds", "row_ends")
 _CACHED = (
-    "prefill_token_indices", "step_token_indices", "prefill_query_start_loc", "chunk_offsets", "chunk_indices",
+    "groups", "prefill_token_indices", "step_token_indices", "prefill_query_start_loc", "chunk_offsets",
+    "chunk_indices",
 )  # fmt: skip
-_RUN_TENSORS = ("cu_seqlens", "slots", "num_accepted_tokens", "has_initial_state")

@@ -4,20 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _dispatch, _schema
-from .._validate import describe
+from .._validate import debugging, describe
 from ..records import ReplayRecords
 from .cache import GDNStateCache
 from .checks import check_batch, check_cache, check_inputs, check_records_live, check_rows
 from .core import Core
+from .groups import RowTensors, group_rows
 from .metadata import GDNMetadata
 from .params import GDNLayerParams
-from .runs import cut_runs
 
 if TYPE_CHECKING:
     from .module import GatedDeltaNet
@@ -75,19 +75,24 @@ def gdn_attention(
         for name, value in (("mixed_qkv", mixed_qkv), ("z", z)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
-        out = torch.empty_like(z, dtype=mixed_qkv.dtype, memory_format=torch.contiguous_format)
+        out = mixed_qkv.new_empty(z.shape)
+    flat = _flat(core, mixed_qkv, a, b, z, metadata, out)
     if _dispatch.is_traced():
-        torch.ops.gdn.gdn_attention.default(*_flat(core, mixed_qkv, a, b, z, metadata, out))
+        torch.ops.gdn.gdn_attention.default(*flat)
         return out
     if not cache.is_known_to_fit(layer):
         check_cache(core)
         cache.remember_to_fit(layer)
-    check_inputs(core, mixed_qkv, a, b, z, out)
-    check_batch(cache, metadata, mixed_qkv.shape[0])
-    if cache.records is not None:
-        check_records_live(cache.records, metadata.runs)
+    check_batch(cache, metadata, mixed_qkv)
     _schema.refuse_gradient("gdn_attention", (mixed_qkv, a, b, z, *_state_tensors(core), out))
-    core.run(mixed_qkv, a, b, z, metadata.runs, out)
+    if cache.records is not None and debugging():
+        check_records_live(cache.records, metadata.groups)
+    if _dispatch.run_at_once("gdn_attention", out, flat):
+        return out
+    check_inputs(core, mixed_qkv, a, b, z, out)
+    if cache.records is not None:
+        check_records_live(cache.records, metadata.groups)
+    core.run(mixed_qkv, a, b, z, metadata.groups, out)
     return out
 
 
@@ -102,7 +107,7 @@ SCHEMA = (
     "Tensor dt_bias, Tensor norm_weight, float norm_eps, int num_key_heads, int head_k_dim, str? activation, "
     "str output_gate_activation, Tensor(a!) conv_states, Tensor(b!) state, Tensor(c!)? records_k, "
     "Tensor(d!)? records_u, Tensor(e!)? records_decay, Tensor(f!)? records_live, bool state_v_first, int? null_slot, "
-    "Tensor bounds, Tensor cu_seqlens, Tensor slots, Tensor num_accepted_tokens, Tensor has_initial_state, "
+    "Tensor layout, Tensor query_start_loc, Tensor slots, Tensor num_accepted_tokens, Tensor has_initial_state, "
     "Tensor(g!) out"
 )
 
@@ -113,34 +118,43 @@ def _flat(
     records = core.records
     parts = (None,) * 4 if records is None else (records.k, records.u, records.decay, records.live)
     return (
-        mixed_qkv, a, b, z, *core[:12], *parts, core.state_v_first, core.null_slot, metadata.bounds,
-        metadata.cu_seqlens, metadata.slots, metadata.num_accepted_tokens, metadata.has_initial_state, out,
+        mixed_qkv, a, b, z, *core[:12], *parts, core.state_v_first, core.null_slot, metadata.layout,
+        metadata.query_start_loc, metadata.slots, metadata.num_accepted_tokens, metadata.has_initial_state, out,
     )  # fmt: skip
 
 
-def _unflatten(flat: Sequence[Any]) -> tuple[Core, tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...], Tensor]:
-    """Return the core, its inputs (mixed_qkv, a, b, z), the tensors of the rows and out."""
-    records = None if flat[16] is None else ReplayRecords.from_tensors(*flat[16:20])
-    core = Core._make([*flat[4:16], records, flat[20], flat[21]])
-    return core, (flat[0], flat[1], flat[2], flat[3]), tuple(flat[22:27]), flat[27]
+class _Call(NamedTuple):
+    """The arguments of the op."""
+
+    core: Core
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]  # mixed_qkv, a, b, z
+    layout: Tensor
+    rows: RowTensors
+    out: Tensor
+
+    @classmethod
+    def of(cls, flat: Sequence[Any]) -> _Call:
+        records = None if flat[16] is None else ReplayRecords.from_tensors(*flat[16:20])
+        core = Core._make([*flat[4:16], records, flat[20], flat[21]])
+        call = cls(core, (flat[0], flat[1], flat[2], flat[3]), flat[22], RowTensors(*flat[23:27]), flat[27])
+        check_cache(core)
+        check_inputs(core, *call.inputs, call.out)
+        check_rows(core, call.layout, call.rows)
+        return call
 
 
 def _run_flat(*flat: Any) -> None:
-    core, inputs, (bounds, *rows), out = _unflatten(flat)
-    check_cache(core)
-    check_inputs(core, *inputs, out)
-    check_rows(core, bounds, *rows)
-    runs = cut_runs(bounds.tolist(), *rows)
-    if core.records is not None:
-        check_records_live(core.records, runs)
-    core.run(*inputs, runs, out)
+    call = _Call.of(flat)
+    if _dispatch.run_at_once("gdn_attention", call.out, flat):
+        return
+    groups = group_rows(call.layout.tolist(), call.rows)
+    if call.core.records is not None:
+        check_records_live(call.core.records, groups)
+    call.core.run(*call.inputs, groups, call.out)
 
 
 def _fake_flat(*flat: Any) -> None:
-    core, inputs, (bounds, *rows), out = _unflatten(flat)
-    check_cache(core)
-    check_inputs(core, *inputs, out)
-    check_rows(core, bounds, *rows)
+    _Call.of(flat)
 
 
 _library = torch.library.Library("gdn", "FRAGMENT")

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._validate import MAX_SPEC_COLUMNS, describe, tensor
-from .runs import PREFILL, REPLAY, SKIP, STEP
+from .groups import PREFILL, REPLAY, STEP
 
 Integers = Sequence[int] | Tensor
 Booleans = Sequence[bool] | Tensor
@@ -62,37 +61,14 @@ class Row(NamedTuple):
             )
 
     def kind(self, is_replay: bool) -> int:
-        if self.is_padding:
-            return STEP if self.length <= len(self.slots) else SKIP
-        if self.is_speculative:
+        """Return what happens to the tokens of the row; those of padding become 0 in any kind of step."""
+        if self.is_padding or self.is_speculative:
             return REPLAY if is_replay else STEP
         is_prefill = self.is_prefill
         if is_prefill is None:
             is_prefill = self.length > 1
         # A row without an initial state must not read its slot, as a step would.
         return PREFILL if is_prefill or not self.has_initial_state else STEP
-
-
-def joined_kinds(rows: list[Row], is_replay: bool) -> list[int]:
-    """Return the kind of run that each row is in: rows that fit into several kinds end no run if they can help it."""
-    kinds = [row.kind(is_replay) for row in rows]
-    before = next((kind for kind, row in zip(kinds, rows, strict=True) if row.length > 0), STEP)
-    joined = []
-    for row, kind in zip(rows, kinds, strict=True):
-        is_short_padding = row.is_padding and row.length == 1 and before in (STEP, REPLAY)
-        before = before if row.length == 0 or is_short_padding else kind
-        joined.append(before)
-    return joined
-
-
-def run_bounds(joined: list[int], ends: list[int]) -> list[list[int]]:
-    """Return [kind, first row, end row, first token, end token] of every run of rows of one kind."""
-    bounds, first = [], 0
-    for kind, members in groupby(joined):
-        end = first + len(list(members))
-        bounds.append([kind, first, end, ends[first], ends[end]])
-        first = end
-    return bounds
 
 
 def integers(name: str, values: Integers, count: int | None) -> list[int]:
