@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn_core
 from gdn_core import ReplayRecords
@@ -250,3 +251,21 @@ _SMALL_CALLS = {
     "fused_gdn_decode_post_conv_mtp": _small_fused,
     "fused_gdn_decode_post_conv_mtp_replay": _small_fused_replay,
 }
+
+
+class _Capture(TorchDispatchMode):
+    """Keep an op and its arguments instead of running it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "gdn":
+            self.op, self.flat = func, list(args)
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def call_on_rows(op, arguments, rows, dtype=torch.int32):
+    """Run a step on some rows of its tables, as only the ops of torch.ops.gdn can be told."""
+    with _Capture() as captured:
+        call(op, arguments)
+    captured.flat[-2] = torch.tensor(rows, dtype=dtype)
+    captured.op(*captured.flat)

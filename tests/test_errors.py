@@ -386,6 +386,13 @@ def conv_cases():
         yield fn, f"query_start_loc {bad!r}", replaced(**wanted, query_start_loc=bad), TypeError, "query_start_loc:"
     for bad in (ints(), ints(0, 8)[None]):
         yield fn, f"query_start_loc {bad!r}", replaced(**wanted, query_start_loc=bad), ValueError, "query_start_loc:"
+    for bad in ([0, 3, 8], 1, "text", ints(0, 3, 8).float()):  # a wrong query_start_loc says nothing of x
+        unpacked = {"x": torch.zeros(2, C, 4), "query_start_loc": bad}
+        yield fn, f"query_start_loc {bad!r} of a batch", replaced(**unpacked), TypeError, "query_start_loc:"
+        yield (
+            "causal_conv1d_update", f"query_start_loc {bad!r} of a batch", replaced(**unpacked), TypeError,
+            "query_start_loc:",
+        )  # fmt: skip
     for rank in (0, 1, 3, 4):
         yield fn, f"{rank} dimensions", replaced(**wanted, x=torch.zeros([2] * rank)), ValueError, "x: expected [C, T]"
     dense = {**wanted, "query_start_loc": None, "x": torch.zeros(C, 8)}
@@ -451,9 +458,24 @@ def test_inputs_that_no_rule_here_has(op, name):
     raises(None, op, {**small_call(op), name: torch.zeros(1)}, NotImplementedError, name)
 
 
-@pytest.mark.parametrize("op", [DECODE, SPEC, REPLAY, FUSED, FUSED_REPLAY])
-def test_an_int_that_torch_cannot_take_as_a_scale(op):
-    raises("reference", op, {**small_call(op), "scale": 10**30}, ValueError, "scale:", "64 bits")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", [CHUNK, RECURRENT, DECODE, SPEC, REPLAY, FUSED, FUSED_REPLAY])
+@pytest.mark.parametrize("scale", [2**63, 10**30, 10**400], ids=["2**63", "10**30", "10**400"])
+def test_an_int_that_torch_cannot_take_as_a_scale(backend, op, scale):
+    text = f"scale: expected an int of 64 bits, got {scale}"
+    raises(backend, op, {**small_call(op), "scale": scale}, ValueError, text)
+
+
+NARROW = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_a_dtype_of_eight_bits_is_named(backend, dtype):
+    arguments = small_call("rms_norm_gated")
+    x = arguments["x"].to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    raises(backend, "rms_norm_gated", {**arguments, "x": x}, TypeError, "x: expected float32", f"got {name} [")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -31,6 +31,7 @@ FUSED = "reference/fused.py"
 
 ATTENTION = "attention/core.py"
 METADATA = "attention/metadata.py"
+GROUPS = "attention/groups.py"
 ROWS = "attention/rows.py"
 CHECKS = "attention/checks.py"
 CACHE = "attention/cache.py"
@@ -1063,8 +1064,8 @@ MUTANTS = (
     Mutant(
         "a row longer than the table let through",
         "_validate.py",
-        'offsets("cu_seqlens", cu_seqlens, total, columns)',
-        'offsets("cu_seqlens", cu_seqlens, total)',
+        "    if longest > columns:",
+        "    if longest > columns + 1:",
         "test_a_wrong_value and longer",
         ERRORS,
     ),
@@ -1079,7 +1080,7 @@ MUTANTS = (
     Mutant(
         "decreasing cu_seqlens let through",
         "_validate.py",
-        " or any(length < 0 for length in lengths):",
+        " or any(end < start for start, end in pairwise(ends)):",
         ":",
         "test_a_wrong_value and decreasing",
         ERRORS,
@@ -1198,12 +1199,28 @@ MUTANTS = (
     ),
     # --- the attention layer ------------------------------------------------------------------------------------------
     Mutant(
-        "padding too long for a step left unwritten",
-        ATTENTION,
-        "                out[tokens].zero_()\n",
-        "                pass\n",
-        "test_nan_in_padding",
+        "steps between two prompts taken for parts of prompts",
+        GROUPS,
+        "        table = table.masked_fill(is_foreign[:, None], -1)\n",
+        "        pass\n",
+        "test_a_mix_equals",
         "test_attention.py",
+    ),
+    Mutant(
+        "rows of other calls overwritten",
+        "_schema.py",
+        "    out.copy_(torch.where(is_written.view(-1, *[1] * (out.dim() - 1)), result, out))\n",
+        "    out.copy_(result)\n",
+        "test_two_calls",
+        "test_row_indices.py",
+    ),
+    Mutant(
+        "padding rows that have to be short",
+        "_validate.py",
+        "    return int(lengths.masked_fill(is_padding, 0).max())\n",
+        "    return int(lengths.max())\n",
+        "test_rows_of_others",
+        "test_row_indices.py",
     ),
     Mutant(
         "tokens after the last row left unwritten",
@@ -1216,7 +1233,7 @@ MUTANTS = (
     Mutant(
         "records of a slot's last owner kept",
         ATTENTION,
-        "            self.records.reset(run.slots)\n",
+        "            self.records.reset(group.slots)\n",
         "            pass\n",
         "test_a_fresh_row",
         "test_attention.py",
@@ -1224,16 +1241,16 @@ MUTANTS = (
     Mutant(
         "accepted tokens not passed to the convolution",
         ATTENTION,
-        "num_accepted_tokens=run.num_accepted_tokens",
-        "num_accepted_tokens=None",
+        "            group.num_accepted_tokens, group.cu_seqlens, self.null_slot,",
+        "            None, group.cu_seqlens, self.null_slot,",
         "test_a_mix_is_right",
         "test_attention.py",
     ),
     Mutant(
         "prefills that read a fresh slot",
         ATTENTION,
-        "state_indices=run.slots, has_initial_state=initial,",
-        "state_indices=run.slots, has_initial_state=None,",
+        "state_indices=group.slots, has_initial_state=initial,",
+        "state_indices=group.slots, has_initial_state=None,",
         "test_a_fresh_row",
         "test_attention.py",
     ),
@@ -1248,8 +1265,8 @@ MUTANTS = (
     Mutant(
         "draft rows told by their length",
         ROWS,
-        "        if self.is_speculative:\n            return REPLAY",
-        "        if self.is_speculative or 1 < self.length <= len(self.slots):\n            return REPLAY",
+        "        if self.is_padding or self.is_speculative:\n            return REPLAY",
+        "        if self.is_padding or 1 < self.length <= len(self.slots):\n            return REPLAY",
         "test_what_a_row_is",
         "test_attention_metadata.py",
     ),

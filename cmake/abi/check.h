@@ -4,7 +4,9 @@
 // expected and what came: "beta: expected float32 [2, 16], got bfloat16 [2, 8]".
 #pragma once
 
+#include <cstddef>
 #include <initializer_list>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -47,8 +49,10 @@ inline std::string dtype_name(dlpack::DataType dtype) {
     case dlpack::kBool:
       return "bool";
     default:
-      return "an unknown dtype";
+      break;
   }
+  const std::size_t narrow = dtype.code - std::size_t{dlpack::kFirstNarrowFloat};
+  return narrow < std::size(dlpack::kNarrowFloats) ? dlpack::kNarrowFloats[narrow] : "an unknown dtype";
 }
 
 inline std::string list_text(const std::int64_t* values, int count) {

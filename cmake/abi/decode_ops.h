@@ -34,13 +34,14 @@ struct FusedArguments {
   TensorView& out;
 };
 
-// The rows of a call: the slots of each, [N] or [N, S], and which tokens it has.
+// The rows of a call: the slots of each, [N] or [N, S], which tokens it has, and which of the N rows the call is about:
+// all, or those of row_indices, so that other rows and tokens in no row are left alone.
 struct RowArguments {
   TensorView& slots;
   Name slots_name;
   TensorView &num_accepted_tokens, &cu_seqlens;
   nb::handle null_slot;
-  TensorView& row_indices;  // which of the rows the call is about; None: all
+  TensorView& row_indices;
 };
 
 struct RecordTensors {
@@ -146,7 +147,6 @@ void bind_decode_ops(nb::module_& m) {
          TensorView& num_accepted_tokens, TensorView& cu_seqlens, nb::handle use_qk_l2norm_in_kernel,
          nb::handle softplus_beta, nb::handle softplus_threshold, nb::handle scale, nb::handle state_v_first,
          nb::handle null_slot, TensorView& out, bool dry_run) {
-        TensorView absent;
         const DecodeArguments args{A_log,
                                    dt_bias,
                                    q,
@@ -162,6 +162,7 @@ void bind_decode_ops(nb::module_& m) {
                                    scale,
                                    state_v_first,
                                    out};
+        TensorView absent;
         Backend::run_several_slots(
             args, {spec_state_indices, "spec_state_indices", num_accepted_tokens, cu_seqlens, null_slot, absent},
             dry_run);
@@ -178,7 +179,6 @@ void bind_decode_ops(nb::module_& m) {
          TensorView& records_decay, TensorView& records_live, TensorView& num_accepted_tokens, TensorView& cu_seqlens,
          nb::handle use_qk_l2norm_in_kernel, nb::handle softplus_beta, nb::handle softplus_threshold, nb::handle scale,
          nb::handle state_v_first, nb::handle null_slot, TensorView& out, bool dry_run) {
-        TensorView absent;
         const DecodeArguments args{A_log,
                                    dt_bias,
                                    q,
@@ -194,6 +194,7 @@ void bind_decode_ops(nb::module_& m) {
                                    scale,
                                    state_v_first,
                                    out};
+        TensorView absent;
         Backend::run_replay(args, {slot_indices, "slot_indices", num_accepted_tokens, cu_seqlens, null_slot, absent},
                             {records_k, records_u, records_decay, records_live}, dry_run);
       },

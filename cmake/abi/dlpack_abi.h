@@ -18,6 +18,12 @@ struct Device {
 
 enum TypeCode : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4, kComplex = 5, kBool = 6 };
 
+// The names of the codes from 7 on, of floats of 8 bits and fewer.
+inline constexpr std::uint8_t kFirstNarrowFloat = 7;
+inline constexpr const char* kNarrowFloats[] = {
+    "float8_e3m4",     "float8_e4m3",    "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "float6_e2m3fn",      "float6_e3m2fn", "float4_e2m1fn"};
+
 struct DataType {
   std::uint8_t code;
   std::uint8_t bits;

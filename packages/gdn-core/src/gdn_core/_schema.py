@@ -186,8 +186,9 @@ def _conv_fn(
 def _conv_update(*flat: Any) -> None:
     slots, num_accepted_tokens, query_start_loc, null_slot, row_indices, out = flat[6:]
     with _only_rows(row_indices, query_start_loc, slots, out) as (slots, result):
+        arguments: tuple[Any, ...] = (*flat[:6], slots)
         reference.causal_conv1d_update(
-            *flat[:6], slots, num_accepted_tokens=num_accepted_tokens, query_start_loc=query_start_loc,
+            *arguments, num_accepted_tokens=num_accepted_tokens, query_start_loc=query_start_loc,
             null_slot=null_slot, out=result,
         )  # fmt: skip
 
@@ -196,10 +197,10 @@ def _rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activat
     reference.rms_norm_gated(x, gate, weight, eps, activation=activation, out=out)
 
 
-def _fused_keywords(values: tuple[Any, ...]) -> dict[str, Any]:
+def _fused_keywords(values: tuple[Any, ...], out: Tensor) -> dict[str, Any]:
     scale, norm_eps, activation, num_key_heads, head_k_dim, state_v_first, null_slot = values
     return {
-        "scale": scale, "norm_eps": norm_eps, "output_gate_activation": activation,
+        "out": out, "scale": scale, "norm_eps": norm_eps, "output_gate_activation": activation,
         "num_key_heads": num_key_heads, "head_k_dim": head_k_dim, "state_v_first": state_v_first,
         "null_slot": null_slot,
     }  # fmt: skip
@@ -209,14 +210,14 @@ def _fused_decode(*flat: Any) -> None:
     slots, cu_seqlens = flat[5:7]
     with _only_rows(flat[-2], cu_seqlens, slots, flat[-1]) as (slots, result):
         arguments = (*flat[:5], slots, *flat[6:11])
-        reference.fused_gdn_decode_post_conv_mtp(*arguments, out=result, **_fused_keywords(flat[11:-2]))
+        reference.fused_gdn_decode_post_conv_mtp(*arguments, **_fused_keywords(flat[11:-2], result))
 
 
 def _fused_decode_replay(*flat: Any) -> None:
     slots, records, cu_seqlens = flat[5], ReplayRecords.from_tensors(*flat[6:10]), flat[10]
     with _only_rows(flat[-2], cu_seqlens, slots, flat[-1]) as (slots, result):
         arguments = (*flat[:5], slots, records, *flat[10:15])
-        reference.fused_gdn_decode_post_conv_mtp_replay(*arguments, out=result, **_fused_keywords(flat[15:-2]))
+        reference.fused_gdn_decode_post_conv_mtp_replay(*arguments, **_fused_keywords(flat[15:-2], result))
 
 
 _dispatch.reference_kernels.update(

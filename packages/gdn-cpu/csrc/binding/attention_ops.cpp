@@ -119,6 +119,7 @@ class AttentionPlan {
     params.num_columns = args_.conv_states.size(2);
     params.source = params.destination = states_of(args_.conv_states);
     params.update = ConvolutionUpdate::kRollback;
+    params.stream_out = args_.mixed_qkv.numel() * (args_.mixed_qkv.dl.dtype.bits / 8) >= kFewestStreamedBytes;
     params.x = {args_.mixed_qkv.data(), dtype_, 0, args_.mixed_qkv.stride(0), args_.mixed_qkv.stride(1)};
   }
 

@@ -119,9 +119,6 @@ bool are_columns_of_one_buffer(const TensorView& left, const TensorView& right, 
   return shift >= channels && pitch - shift >= channels;
 }
 
-// From about this size on, y would be out of the caches again before anyone reads it.
-constexpr std::int64_t kFewestStreamedBytes = 4 << 20;
-
 void copy_into_view(TensorView& view) {
   nb::object copy = view.object.attr("clone")();
   borrow(copy, view);

@@ -2,7 +2,6 @@
 #include "records.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace gdn::cpu {
 namespace {

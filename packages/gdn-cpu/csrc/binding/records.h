@@ -19,7 +19,7 @@ struct ReplayPlan {
   void attach(RecurrenceParams& params, std::int64_t tokens);
 };
 
-// Returns how many records a slot has room for. `activations` has the dtype of k.
+// Checks them. Returns how many records a slot has room for. `activations` has the dtype of k.
 std::int64_t set_records(const RecordTensors& records, const TensorView& activations, std::int64_t pool_size,
                          const Sizes& s, Replay& replay);
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Decode steps that verify draft tokens, from q, k and v or straight from the convolution's output.
-#include <algorithm>
-
 #include "ops.h"
 #include "records.h"
 #include "recurrence_call.h"

@@ -85,17 +85,21 @@ class Attention {
     RecurrenceWork of_steps(table_, steps, call_.steps.live, threads_);
     RecurrenceWork of_replays(table_, replays, call_.replays.live, threads_);
     RecurrenceWork of_shorts(table_, prefills, shorts, threads_);
-    RmsNormGatedParams norm = norm_of(prefills);
+    std::vector<RecurrenceWork*> others;
+    for (RecurrenceWork* work : {&of_shorts, &of_steps, &of_replays}) {
+      if (!work->is_empty()) others.push_back(work);
+    }
     if (longs.empty()) {
-      for (RecurrenceWork* work : {&of_shorts, &of_steps, &of_replays}) work->run();
+      for (RecurrenceWork* work : others) work->run();
     } else {
-      ChunkCompanions companions{.norm = &norm};
-      if (!shorts.empty()) companions.before.push_back(&of_shorts);
-      if (!call_.steps.live.empty()) companions.before.push_back(&of_steps);
-      if (!call_.replays.live.empty()) companions.before.push_back(&of_replays);
-      prefills.out = unnormed(prefills);
+      const RmsNormGatedParams norm = norm_of(prefills);
+      const std::int64_t head = prefills.value_dim;
+      prefills.out = {between_.outputs.at_least(0), DType::kFloat32, 0, prefills.num_value_heads * head, head};
       prefills.norm = nullptr;
-      run_chunked(table_, chunk_, prefills, longs, threads_, companions);
+      run_chunked(table_, chunk_, prefills, longs, threads_, others);
+      for (const std::int64_t row : longs) {
+        normalize(norm, prefills.token_offsets[row], prefills.token_offsets[row + 1]);
+      }
     }
     of_replays.finish();
   }
@@ -119,27 +123,32 @@ class Attention {
     prefills.beta_kind = Beta::kValue;
   }
 
-  MutableOperand unnormed(const RecurrenceParams& prefills) {
-    const std::int64_t row = prefills.num_value_heads * prefills.value_dim;
-    void* outputs = between_.outputs.at_least(call_.num_tokens * row * element_size(DType::kFloat32));
-    return {outputs, DType::kFloat32, 0, row, prefills.value_dim};
-  }
-
-  // From fp32 outputs [T, HV, V] to those of the call.
+  // From fp32 outputs [T, HV, V], which the chunked rule leaves, to those of the call.
   RmsNormGatedParams norm_of(const RecurrenceParams& prefills) {
     const GatedNorm& norm = *prefills.norm;
-    const MutableOperand x = unnormed(prefills);
+    const std::int64_t heads = prefills.num_value_heads, row = heads * prefills.value_dim;
     RmsNormGatedParams params{.dim = prefills.value_dim,
-                              .x = x.data,
+                              .x = between_.outputs.at_least(call_.num_tokens * row * element_size(DType::kFloat32)),
                               .gate = norm.gate.data,
                               .out = prefills.out.data,
                               .weight = norm.weight,
                               .eps = norm.eps,
                               .activation = norm.activation};
-    params.x_rows = {x.dtype, {0, 0, x.token_stride, x.head_stride}};
+    params.sizes[3] = heads;
+    params.x_rows = {DType::kFloat32, {0, 0, row, prefills.value_dim}};
     params.gate_rows = {norm.gate.dtype, {0, 0, norm.gate.token_stride, norm.gate.head_stride}};
     params.out_rows = {prefills.out.dtype, {0, 0, prefills.out.token_stride, prefills.out.head_stride}};
     return params;
+  }
+
+  // Tokens [begin, end).
+  void normalize(RmsNormGatedParams norm, std::int64_t begin, std::int64_t end) {
+    const auto offset = [begin](const Rows& rows) { return begin * rows.strides[2] * element_size(rows.dtype); };
+    norm.x = static_cast<const char*>(norm.x) + offset(norm.x_rows);
+    norm.gate = static_cast<const char*>(norm.gate) + offset(norm.gate_rows);
+    norm.out = static_cast<char*>(norm.out) + offset(norm.out_rows);
+    norm.sizes[2] = end - begin;
+    run_rms_norm_gated(table_, norm, norm.sizes[2] * norm.sizes[3], threads_);
   }
 
   const KernelTable& table_;

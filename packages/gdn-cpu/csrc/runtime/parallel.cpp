@@ -235,18 +235,26 @@ void RecurrenceWork::run() {
       [this](std::int64_t index, std::int64_t previous, std::int64_t next) { run_item(index, previous, next); });
 }
 
-std::int64_t RecurrenceWork::claim() {
-  const std::int64_t index = unclaimed_++;
-  return index < num_items_ ? index : kNone;
+RecurrenceWork::Block RecurrenceWork::claim() {
+  std::int64_t begin = unclaimed_.load(std::memory_order_relaxed);
+  while (begin < num_items_) {
+    const std::int64_t share = plan_.is_ragged ? 1 : (num_items_ - begin) / (2 * std::max(1, num_threads_));
+    const std::int64_t end = begin + std::max<std::int64_t>(1, share);
+    if (unclaimed_.compare_exchange_weak(begin, end)) return {begin, end};
+  }
+  return {num_items_, num_items_};
 }
 
 void RecurrenceWork::run_share() {
   std::int64_t previous = kNone;
-  for (std::int64_t index = claim(); index != kNone;) {
-    const std::int64_t next = claim();
-    run_item(index, previous, next);
-    previous = index;
-    index = next;
+  for (Block block = claim(); block.begin < block.end;) {
+    const Block next = claim();
+    for (std::int64_t index = block.begin; index < block.end; ++index) {
+      const std::int64_t after = index + 1 < block.end ? index + 1 : (next.begin < next.end ? next.begin : kNone);
+      run_item(index, previous, after);
+      previous = index;
+    }
+    block = next;
   }
 }
 

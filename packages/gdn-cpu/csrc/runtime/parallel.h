@@ -25,8 +25,9 @@ class RecurrenceWork {
   RecurrenceWork& operator=(const RecurrenceWork&) = delete;
   ~RecurrenceWork();
 
+  [[nodiscard]] bool is_empty() const { return num_items_ == 0; }
   void run();
-  // Items that nobody has taken, until there are none; the longest first.
+  // Items that nobody has taken, until there are none: neighbours together where all are alike, else the longest first.
   void run_share();
   // After the last item.
   void finish() const;
@@ -36,7 +37,11 @@ class RecurrenceWork {
 
   [[nodiscard]] RecurrenceItem item_at(std::int64_t index, bool is_awaited) const;
   void run_item(std::int64_t index, std::int64_t previous, std::int64_t next);
-  std::int64_t claim();
+  // The next items, [begin, end); none when they are equal.
+  struct Block {
+    std::int64_t begin, end;
+  };
+  Block claim();
 
   const KernelTable& table_;
   RecurrenceParams params_;

@@ -21,11 +21,6 @@ bool is_serial(int threads) {
   return threads <= 1 || forked.load(std::memory_order_relaxed) || !runtime.found() || runtime.in_parallel() != 0;
 }
 
-int thread_number() {
-  const OpenMp& runtime = openmp();
-  return runtime.found() && runtime.in_parallel() != 0 ? runtime.thread_num() : 0;
-}
-
 void run_team(int threads, void (*run)(void*), void* context) {
   if (is_serial(threads)) return run(context);
   openmp().parallel(run, context, static_cast<unsigned>(threads), 0);

@@ -8,9 +8,6 @@ namespace gdn::cpu {
 // Whether work for so many threads has to be done by the calling one alone.
 bool is_serial(int threads);
 
-// The number of the calling thread among those of run_team.
-int thread_number();
-
 // Calls run(context) on up to `threads` threads, the calling one among them, and waits for all. On the calling one
 // alone where there is no runtime, inside another parallel region, and in a forked child, whose parent's workers it
 // would wait for.

@@ -114,13 +114,13 @@ void set_rows(Checked& checked, std::int64_t count, std::int64_t columns, const 
   p.num_rows = p.num_table_rows = count;
   p.num_columns = static_cast<int>(columns);
   p.cu_seqlens = checked.arguments.indices(rows.cu_seqlens, "cu_seqlens", {count + 1});
+  if (!rows.num_accepted_tokens.is_none()) {
+    p.num_accepted_tokens = checked.arguments.indices(rows.num_accepted_tokens, "num_accepted_tokens", {count});
+  }
   if (!rows.row_indices.is_none()) {
     p.row_indices = checked.arguments.indices(rows.row_indices, "row_indices", {"M"});
     p.num_rows = rows.row_indices.size(0);
     checked.has_rows = p.num_rows > 0;
-  }
-  if (!rows.num_accepted_tokens.is_none()) {
-    p.num_accepted_tokens = checked.arguments.indices(rows.num_accepted_tokens, "num_accepted_tokens", {count});
   }
 }
 
