@@ -62,7 +62,8 @@ class AttentionPlan {
 
   void run() {
     set_operands();
-    const ChunkKernel& chunk = chunk_kernel_of(call_.prefills.params, dtype_);
+    const bool has_prefills = !call_.prefills.live.empty();
+    const ChunkKernel* chunk = has_prefills ? &chunk_kernel_of(call_.prefills.params, dtype_) : nullptr;
     const KernelTable& kernels = *active_level().kernels;
     const int threads = num_threads();
     nb::gil_scoped_release unlocked;

@@ -44,7 +44,7 @@ void set_convolved(RecurrenceParams& params, const void* convolved, DType dtype)
 
 class Attention {
  public:
-  Attention(const KernelTable& table, const ChunkKernel& chunk, const AttentionCall& call, int threads)
+  Attention(const KernelTable& table, const ChunkKernel* chunk, const AttentionCall& call, int threads)
       : table_(table), chunk_(chunk), call_(call), threads_(threads), between_(kept_between()) {}
 
   void run() {
@@ -80,7 +80,7 @@ class Attention {
     Indices shorts, longs;
     for (const std::int64_t row : call_.prefills.live) {
       const std::int64_t length = prefills.token_offsets[row + 1] - prefills.token_offsets[row];
-      (length < chunk_.shortest ? shorts : longs).push_back(row);
+      (length < chunk_->shortest ? shorts : longs).push_back(row);
     }
     RecurrenceWork of_steps(table_, steps, call_.steps.live, threads_);
     RecurrenceWork of_replays(table_, replays, call_.replays.live, threads_);
@@ -96,7 +96,7 @@ class Attention {
       const std::int64_t head = prefills.value_dim;
       prefills.out = {between_.outputs.at_least(0), DType::kFloat32, 0, prefills.num_value_heads * head, head};
       prefills.norm = nullptr;
-      run_chunked(table_, chunk_, prefills, longs, threads_, others);
+      run_chunked(table_, *chunk_, prefills, longs, threads_, others);
       for (const std::int64_t row : longs) {
         normalize(norm, prefills.token_offsets[row], prefills.token_offsets[row + 1]);
       }
@@ -152,7 +152,7 @@ class Attention {
   }
 
   const KernelTable& table_;
-  const ChunkKernel& chunk_;
+  const ChunkKernel* chunk_;
   const AttentionCall& call_;
   int threads_;
   Between& between_;
@@ -161,7 +161,7 @@ class Attention {
 
 }  // namespace
 
-void run_attention(const KernelTable& table, const ChunkKernel& chunk, const AttentionCall& call, int num_threads) {
+void run_attention(const KernelTable& table, const ChunkKernel* chunk, const AttentionCall& call, int num_threads) {
   Attention(table, chunk, call, num_threads).run();
 }
 

@@ -24,7 +24,8 @@ struct AttentionCall {
 };
 
 // Convolves all rows. Then the chunked rule and the steps share one parallel region; a batch of one kind has that for
-// itself. Between the parts everything stays in memory that the calling thread keeps.
-void run_attention(const KernelTable& table, const ChunkKernel& chunk, const AttentionCall& call, int num_threads);
+// itself, and needs no `chunk` where it has no prefills. Between the parts everything stays in memory that the calling
+// thread keeps.
+void run_attention(const KernelTable& table, const ChunkKernel* chunk, const AttentionCall& call, int num_threads);
 
 }  // namespace gdn::cpu
