@@ -33,6 +33,7 @@ def make_wheel(sdist: Path, folder: Path, work: Path, env: Mapping[str, str] | N
         return wheel.replace(folder / wheel.name)
     repaired = work / "repaired"
     # Nothing is to be copied into it, and so nothing to be patched: check_wheel.py refuses what links more than glibc.
-    check(["auditwheel", "repair", "--patcher", "none", "--wheel-dir", str(repaired), str(wheel)], WITH_TOOLS)
+    repair = ["auditwheel", "repair", "--only-plat", "--patcher", "none", "--wheel-dir", str(repaired), str(wheel)]
+    check(repair, WITH_TOOLS)
     (wheel,) = repaired.glob("*.whl")
     return wheel.replace(folder / wheel.name)
