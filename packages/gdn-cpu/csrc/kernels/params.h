@@ -241,7 +241,6 @@ struct alignas(kScratchAlignment) RecurrenceScratch {
 struct RecurrenceItem {
   std::int64_t sequence, head;
   std::int64_t v_begin, v_end;
-  bool is_awaited;  // the item before, of the same thread, has asked for this one's state
 };
 
 // A share of the chunked rule: chunks of kChunkTokens tokens of one sequence, for some value heads and columns of v.

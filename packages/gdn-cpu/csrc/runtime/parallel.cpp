@@ -22,7 +22,7 @@ enum class Schedule {
 
 constexpr std::int64_t kNone = -1;
 
-// Calls body(item, item before, item after) for the items that a thread is given; kNone where there is none.
+// Calls body(item, item after) for the items that a thread is given; kNone where there is none.
 template <typename Body>
 struct Region {
   const Body& body;
@@ -38,19 +38,15 @@ struct Region {
       return run_range(num_items * thread / threads, num_items * (thread + 1) / threads);
     }
     // One item is claimed ahead, so that its memory can be asked for.
-    std::int64_t previous = kNone;
     for (std::int64_t item = claim(); item != kNone;) {
       const std::int64_t next = claim();
-      body(item, previous, next);
-      previous = item;
+      body(item, next);
       item = next;
     }
   }
 
   void run_range(std::int64_t begin, std::int64_t end) {
-    for (std::int64_t item = begin; item < end; ++item) {
-      body(item, item > begin ? item - 1 : kNone, item + 1 < end ? item + 1 : kNone);
-    }
+    for (std::int64_t item = begin; item < end; ++item) body(item, item + 1 < end ? item + 1 : kNone);
   }
 
   std::int64_t claim() {
@@ -72,8 +68,7 @@ void for_each_with_next(std::int64_t num_items, int num_threads, Schedule schedu
 
 template <typename Body>
 void for_each(std::int64_t num_items, int num_threads, Schedule schedule, const Body& body) {
-  for_each_with_next(num_items, num_threads, schedule,
-                     [&](std::int64_t item, std::int64_t, std::int64_t) { body(item); });
+  for_each_with_next(num_items, num_threads, schedule, [&](std::int64_t item, std::int64_t) { body(item); });
 }
 
 struct FreeDeleter {
@@ -210,17 +205,17 @@ void run_recurrence(const KernelTable& table, const RecurrenceParams& call, cons
   const std::int64_t tiles = (params.value_dim + plan.tile - 1) / plan.tile;
   std::optional<SharedNorms> norms;
   if (params.norm != nullptr && tiles > 1) norms.emplace(params, num_live, end_of_tokens(params, live), tiles);
-  const auto item_at = [&](std::int64_t index, bool is_awaited) {
+  const auto item_at = [&](std::int64_t index) {
     const std::int64_t v_begin = index % tiles * plan.tile;
     const std::int64_t row_head = index / tiles;
     return RecurrenceItem{order[static_cast<std::size_t>(row_head / heads)], row_head % heads, v_begin,
-                          std::min(v_begin + plan.tile, params.value_dim), is_awaited};
+                          std::min(v_begin + plan.tile, params.value_dim)};
   };
   for_each_with_next(num_live * heads * tiles, static_cast<int>(plan.num_threads),
                      plan.is_ragged ? Schedule::kDynamic : Schedule::kStatic,
-                     [&](std::int64_t index, std::int64_t previous, std::int64_t next) {
-                       const RecurrenceItem item = item_at(index, previous >= 0);
-                       const RecurrenceItem next_item = item_at(next >= 0 ? next : index, true);
+                     [&](std::int64_t index, std::int64_t next) {
+                       const RecurrenceItem item = item_at(index);
+                       const RecurrenceItem next_item = item_at(next >= 0 ? next : index);
                        table.recurrence(params, item, next >= 0 ? &next_item : nullptr, thread_scratch());
                        if (norms && norms->is_last_tile(index / tiles))
                          table.recurrence_norm(params, item.sequence, item.head);
