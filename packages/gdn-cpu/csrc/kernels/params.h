@@ -241,7 +241,6 @@ struct alignas(kScratchAlignment) RecurrenceScratch {
 struct RecurrenceItem {
   std::int64_t sequence, head;
   std::int64_t v_begin, v_end;
-  bool is_awaited;  // the item before, of the same thread, has asked for this one's state
 };
 
 // Products of OpenBLAS, as its cblas.h declares them: row-major c [m, n] = alpha op(a) op(b) + beta c. Null where the

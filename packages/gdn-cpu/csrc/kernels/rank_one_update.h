@@ -21,14 +21,12 @@ GDN_INLINE void update_strip(Source source, Destination destination, const float
   Vec factors[kVectors];
 #pragma GCC unroll 8
   for (int j = 0; j < kVectors; ++j) factors[j] = load(column_factors + column + j * kLanes);
-  for (std::int64_t i = row; i < row_end; ++i) {
-    // The widest strips are of states that exceed the nearest cache: the first pass has left the last rows there.
-    // Narrow ones go upwards: downwards, their loads would wait for stores 4 KiB above.
-    const std::int64_t r = kVectors == kStripVectors ? row + row_end - 1 - i : i;
+  NextState ahead = next;  // a copy, which stores to the state cannot alias
+  for (std::int64_t r = row; r < row_end; ++r) {
     const auto from = row_of(source, r);
     auto to = row_of(destination, r);
     const Vec row_factor = set1(row_factors[r]);
-    ask_for(next, bytes_ahead<Source>(kVectors * kLanes));
+    ask_for(ahead, bytes_ahead(kVectors * kLanes));
     if constexpr (kVectors % 2 == 0 && kStoresPairs<decltype(to)>) {
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; j += 2) {
@@ -45,6 +43,7 @@ GDN_INLINE void update_strip(Source source, Destination destination, const float
       }
     }
   }
+  next = ahead;
 }
 
 template <class Source, class Destination>

@@ -45,7 +45,6 @@ struct HeadTask {
   TokenRow row;
   const void* source;  // state of the head, null: zero
   void* replayed;      // where it is stored after a replay
-  bool is_awaited;     // the source was asked for
   NextState* next;
   RecurrenceScratch& scratch;
 };
@@ -221,7 +220,7 @@ struct TilePass {
             .decay = block.decay[i],
             .beta = block.beta[i],
             .scale = p.scale,
-            .is_resident = t > 0 || task.is_awaited,
+            .is_resident = t > 0,
             .next = task.next,
             .key_dim = p.key_dim,
             .v_begin = v_begin,
@@ -358,7 +357,6 @@ void recurrence(const RecurrenceParams& params, const RecurrenceItem& item, cons
                       .row = tokens_of(params, item.sequence),
                       .source = source_state(params, item.sequence, item.head),
                       .replayed = replayed_state(params, item.sequence, item.head),
-                      .is_awaited = item.is_awaited,
                       .next = &next_state,
                       .scratch = scratch};
   if (params.state_v_first) {

@@ -11,10 +11,11 @@
 namespace gdn::cpu::GDN_ISA {
 namespace {
 
-// kPrefetch: in bands, rows are read in an order that the processor's own prefetcher does not see through.
-template <int kVectors, bool kPrefetch, class Source>
+// kIsFromMemory: so are whole rows, which are read in order.
+template <int kVectors, bool kIsFromMemory, class Source>
 GDN_INLINE void accumulate_strip(Source tile, const float* k, const float* q, std::int64_t row, std::int64_t row_end,
                                  std::int64_t column, float* km, float* qm, NextState& next) {
+  NextState ahead = next;
   Vec k_sum[kVectors], q_sum[kVectors];
 #pragma GCC unroll 8
   for (int j = 0; j < kVectors; ++j) {
@@ -23,9 +24,8 @@ GDN_INLINE void accumulate_strip(Source tile, const float* k, const float* q, st
   }
   for (; row < row_end; ++row) {
     const auto m = row_of(tile, row);
-    if constexpr (kPrefetch) prefetch_columns(m, column, kVectors * kLanes);
+    ask_while_reading<kIsFromMemory>(m, kVectors * kLanes, ahead);
     const Vec k_row = set1(k[row]), q_row = set1(q[row]);
-    ask_for(next, bytes_ahead<Source>(kVectors * kLanes));
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
       const Vec x = in_register(load_columns(m, column + j * kLanes));
@@ -38,6 +38,7 @@ GDN_INLINE void accumulate_strip(Source tile, const float* k, const float* q, st
     store(km + column + j * kLanes, k_sum[j]);
     store(qm + column + j * kLanes, q_sum[j]);
   }
+  next = ahead;
 }
 
 template <class Source>
@@ -55,25 +56,25 @@ GDN_INLINE void accumulate_tail(Source tile, const float* k, const float* q, std
 }
 
 // km and qm over rows [row, row_end), on top of what the rows before gave.
-template <bool kPrefetch, class Source>
+template <class Source>
 GDN_INLINE void accumulate_band(Source tile, const float* k, const float* q, std::int64_t row, std::int64_t row_end,
                                 std::int64_t width, float* km, float* qm, NextState& next) {
   std::int64_t c = 0;
   for (; c + kStripVectors * kLanes <= width; c += kStripVectors * kLanes) {
-    accumulate_strip<kStripVectors, kPrefetch>(tile, k, q, row, row_end, c, km, qm, next);
+    accumulate_strip<kStripVectors, false>(tile, k, q, row, row_end, c, km, qm, next);
   }
   if constexpr (kStripVectors > 4) {
     if (c + 4 * kLanes <= width) {
-      accumulate_strip<4, kPrefetch>(tile, k, q, row, row_end, c, km, qm, next);
+      accumulate_strip<4, false>(tile, k, q, row, row_end, c, km, qm, next);
       c += 4 * kLanes;
     }
   }
   if (c + 2 * kLanes <= width) {
-    accumulate_strip<2, kPrefetch>(tile, k, q, row, row_end, c, km, qm, next);
+    accumulate_strip<2, false>(tile, k, q, row, row_end, c, km, qm, next);
     c += 2 * kLanes;
   }
   if (c + kLanes <= width) {
-    accumulate_strip<1, kPrefetch>(tile, k, q, row, row_end, c, km, qm, next);
+    accumulate_strip<1, false>(tile, k, q, row, row_end, c, km, qm, next);
     c += kLanes;
   }
   if (c < width) accumulate_tail(tile, k, q, row, row_end, c, width - c, km, qm);
@@ -81,16 +82,18 @@ GDN_INLINE void accumulate_band(Source tile, const float* k, const float* q, std
 
 template <class Source>
 void accumulate(Source tile, const Token& token, std::int64_t width, float* km, float* qm) {
-  const bool is_one_strip = width <= kStripVectors * kLanes;
   const std::int64_t rows = token.key_dim;
-  const std::int64_t band = is_one_strip ? rows : kBandRows;
+  if (width == kStripVectors * kLanes && token.is_resident) {
+    return accumulate_strip<kStripVectors, false>(tile, token.k, token.q, 0, rows, 0, km, qm, *token.next);
+  }
+  if (width == kStripVectors * kLanes) {
+    return accumulate_strip<kStripVectors, true>(tile, token.k, token.q, 0, rows, 0, km, qm, *token.next);
+  }
+  const std::int64_t band = width < kStripVectors * kLanes ? rows : kBandRows;
   for (std::int64_t row = 0; row < rows; row += band) {
     const std::int64_t row_end = min_of(row + band, rows);
-    if (is_one_strip || token.is_resident) {
-      accumulate_band<false>(tile, token.k, token.q, row, row_end, width, km, qm, *token.next);
-    } else {
-      accumulate_band<true>(tile, token.k, token.q, row, row_end, width, km, qm, *token.next);
-    }
+    if (!token.is_resident && band < rows) touch_rows(tile, row, row_end, width);
+    accumulate_band(tile, token.k, token.q, row, row_end, width, km, qm, *token.next);
   }
 }
 

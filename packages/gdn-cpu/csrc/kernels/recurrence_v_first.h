@@ -2,7 +2,8 @@
 //
 // One token on a tile of a [V, K] state: a row is a value column, a lane is a key. Groups of rows in one pass: both dot
 // products of every row, then the updates while the group is in the nearest cache. The sum over lanes has one tree for
-// all rows, so a row's values do not depend on the rows beside it.
+// all rows, so a row's values do not depend on the rows beside it. Memory is read row by row, for the processor's own
+// prefetcher to follow.
 #pragma once
 
 #include "rank_one_update.h"
@@ -13,20 +14,18 @@ namespace gdn::cpu::GDN_ISA {
 namespace {
 
 // Elements of the rows that are read, then updated, before the next ones: they stay in the nearest cache.
-constexpr std::int64_t kGroupElements = 4096;
+constexpr std::int64_t kGroupElements = 2048;
 
-// kPrefetch: the rows are read side by side, in an order that the processor's own prefetcher does not see through.
-template <bool kPrefetch, class Source, class RowPointer>
+// Rows side by side, so that none waits for its own sums.
+template <class RowPointer>
 GDN_INLINE void multiply_rows(const RowPointer* rows, const float* k, const float* q, std::int64_t key_dim, float* km,
-                              float* qm, NextState& next) {
+                              float* qm) {
   Vec sum[2 * kSumRows];
 #pragma GCC unroll 16
   for (int r = 0; r < 2 * kSumRows; ++r) sum[r] = zero();
   std::int64_t i = 0;
   for (; i + kLanes <= key_dim; i += kLanes) {
     const Vec k_part = load(k + i), q_part = load(q + i);
-    if constexpr (kPrefetch) prefetch_columns(rows[0], i * kSumRows, kSumRows * kLanes);
-    ask_for(next, bytes_ahead<Source>(kSumRows * kLanes));
 #pragma GCC unroll 8
     for (int r = 0; r < kSumRows; ++r) {
       const Vec x = in_register(load_columns(rows[r], i));
@@ -46,19 +45,48 @@ GDN_INLINE void multiply_rows(const RowPointer* rows, const float* k, const floa
   store_sums(sum, km, qm);
 }
 
+// The same of rows of kStripVectors vectors, one after the other: unrolled, the next row's sums fill the wait for
+// one's.
+template <bool kIsFromMemory, class RowPointer>
+GDN_INLINE void multiply_rows_in_order(const RowPointer* rows, const float* k, const float* q, float* km, float* qm,
+                                       NextState& next) {
+  Vec sum[2 * kSumRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kSumRows; ++r) {
+    Vec k_sum = zero(), q_sum = zero();
+    ask_while_reading<kIsFromMemory>(rows[r], kStripVectors * kLanes, next);
+#pragma GCC unroll 8
+    for (int j = 0; j < kStripVectors; ++j) {
+      const Vec x = in_register(load_columns(rows[r], j * kLanes));
+      k_sum = fma(x, load(k + j * kLanes), k_sum);
+      q_sum = fma(x, load(q + j * kLanes), q_sum);
+    }
+    sum[r] = k_sum;
+    sum[kSumRows + r] = q_sum;
+  }
+  store_sums(sum, km, qm);
+}
+
 // km and qm of rows [0, count) of the tile.
 template <class Source>
 void multiply(Source tile, const Token& token, std::int64_t count, float* km, float* qm) {
+  NextState ahead = *token.next;
   for (std::int64_t row = 0; row < count; row += kSumRows) {
     decltype(row_of(tile, 0)) rows[kSumRows];
     // A short last block repeats its last row, so that there is one code path and one order.
     for (int r = 0; r < kSumRows; ++r) rows[r] = row_of(tile, min_of(row + r, count - 1));
-    if (token.is_resident) {
-      multiply_rows<false, Source>(rows, token.k, token.q, token.key_dim, km + row, qm + row, *token.next);
+    if (kRegisters >= 32 && token.key_dim == kStripVectors * kLanes) {
+      if (token.is_resident) {
+        multiply_rows_in_order<false>(rows, token.k, token.q, km + row, qm + row, ahead);
+      } else {
+        multiply_rows_in_order<true>(rows, token.k, token.q, km + row, qm + row, ahead);
+      }
     } else {
-      multiply_rows<true, Source>(rows, token.k, token.q, token.key_dim, km + row, qm + row, *token.next);
+      if (!token.is_resident) touch_rows(tile, row, min_of(row + kSumRows, count), token.key_dim);
+      multiply_rows(rows, token.k, token.q, token.key_dim, km + row, qm + row);
     }
   }
+  *token.next = ahead;
 }
 
 struct VFirst {};

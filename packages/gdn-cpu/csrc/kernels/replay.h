@@ -67,9 +67,10 @@ template <int kVectors, class Source, class Destination>
 GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destination destination,
                              const float* row_factors, const float* column_factors, std::int64_t rows,
                              std::int64_t column, std::int64_t n, NextState& next) {
+  NextState ahead = next;
   for (std::int64_t r = 0; r < rows; ++r) {
     const auto from = row_of(source, r);
-    ask_for(next, bytes_ahead<Source>(kVectors * kLanes));
+    ask_for(ahead, bytes_ahead(kVectors * kLanes));
     Vec x[kVectors];
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
@@ -94,6 +95,7 @@ GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destinat
       }
     }
   }
+  next = ahead;
 }
 
 template <class Source, class Destination>

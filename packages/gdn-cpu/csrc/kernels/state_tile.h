@@ -146,19 +146,28 @@ GDN_INLINE void store_column_pair(KeptRow<Slot> row, std::int64_t column, Vec a,
   store_column_pair(row.slot, column, a, b);
 }
 
-// How far ahead of its use a state that is not read in order is asked for: past the latency of memory at the kernels'
-// speed.
-constexpr std::int64_t kPrefetchBytes = 16384;
-
-// `count` elements that lie kPrefetchBytes beyond the given column.
-template <class T>
-GDN_INLINE void prefetch_columns(const T* row, std::int64_t column, std::int64_t count) {
-  constexpr std::int64_t size = sizeof(T);
-  prefetch(row, column * size + kPrefetchBytes, count * size);
+// Of `bytes` that are read in order: asks for every fourth line a page ahead of them. The processor's own prefetcher
+// stops where a page ends, and starts in the next when it sees that one read.
+GDN_INLINE void ask_page_ahead(const void* p, std::int64_t bytes) {
+  constexpr std::int64_t kPage = 4096;
+  for (std::int64_t i = 0; i < bytes; i += 4 * kCacheLine) prefetch(p, kPage + i, kCacheLine);
 }
 
-// The state that the thread works on next. The passes over this one ask for it bit by bit, so that memory delivers
-// while the arithmetic, from the caches, does without it.
+// Reads a byte of every line of rows [row, row_end), in order, as that prefetcher wants it: before a pass that reads
+// them in another.
+template <class T>
+GDN_INLINE void touch_rows(Tile<T> tile, std::int64_t row, std::int64_t row_end, std::int64_t columns) {
+  const std::int64_t row_bytes = columns * static_cast<std::int64_t>(sizeof(T));
+  for (; row < row_end; ++row) {
+    const auto* bytes = reinterpret_cast<const volatile char*>(row_of(tile, row));
+    for (std::int64_t i = 0; i < row_bytes; i += kCacheLine) static_cast<void>(bytes[i]);
+    ask_page_ahead(row_of(tile, row), row_bytes);
+  }
+}
+
+// What the thread reads next. An update asks for the first quarter of it (of an fp32 state), bit by bit, so that memory
+// delivers while the arithmetic, from the caches, does without it. The rest is left to the processor's own prefetcher,
+// which has the second cache's miss buffers: what is asked for waits in the few of the first.
 struct NextState {
   const char* from = nullptr;
   const char* end = nullptr;
@@ -170,15 +179,18 @@ GDN_INLINE void ask_for(NextState& next, std::int64_t bytes) {
   next.from += bytes;
 }
 
-template <class Source>
-constexpr std::int64_t kElementBytes = sizeof(float);
-template <class T>
-constexpr std::int64_t kElementBytes<Tile<T>> = sizeof(T);
+// What a pass asks for at `count` elements, in whole lines.
+constexpr std::int64_t bytes_ahead(std::int64_t count) { return (count + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
-// What one of a token's two passes asks for at `count` elements of its source: half as much, in whole lines.
-template <class Source>
-constexpr std::int64_t bytes_ahead(std::int64_t count) {
-  return (count * kElementBytes<Source> / 2 + kCacheLine - 1) / kCacheLine * kCacheLine;
+// What the first pass over `count` elements of a row asks for. A half-precision state takes the arithmetic longer than
+// the memory: there is time to ask for all of the next one.
+template <bool kIsFromMemory>
+GDN_INLINE void ask_while_reading(const float* row, std::int64_t count, NextState&) {
+  if constexpr (kIsFromMemory) ask_page_ahead(row, count * static_cast<std::int64_t>(sizeof *row));
+}
+template <bool kIsFromMemory, class Half>
+GDN_INLINE void ask_while_reading(const Half*, std::int64_t count, NextState& next) {
+  ask_for(next, bytes_ahead(count));
 }
 
 template <class Source, class T>

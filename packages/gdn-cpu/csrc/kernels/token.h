@@ -16,7 +16,7 @@ struct Token {
   float decay;
   float beta;
   float scale;
-  bool is_resident;  // the state is in a cache: since the token before, or because it was asked for
+  bool is_resident;  // the state is in a cache, since the token before
   NextState* next;
   std::int64_t key_dim;
   std::int64_t v_begin, v_end;  // the columns of this tile

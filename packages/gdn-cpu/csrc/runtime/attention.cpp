@@ -127,18 +127,17 @@ class Attention {
   RmsNormGatedParams norm_of(const RecurrenceParams& prefills) {
     const GatedNorm& norm = *prefills.norm;
     const std::int64_t heads = prefills.num_value_heads, row = heads * prefills.value_dim;
-    RmsNormGatedParams params{.dim = prefills.value_dim,
-                              .x = between_.outputs.at_least(call_.num_tokens * row * element_size(DType::kFloat32)),
-                              .gate = norm.gate.data,
-                              .out = prefills.out.data,
-                              .weight = norm.weight,
-                              .eps = norm.eps,
-                              .activation = norm.activation};
-    params.sizes[3] = heads;
-    params.x_rows = {DType::kFloat32, {0, 0, row, prefills.value_dim}};
-    params.gate_rows = {norm.gate.dtype, {0, 0, norm.gate.token_stride, norm.gate.head_stride}};
-    params.out_rows = {prefills.out.dtype, {0, 0, prefills.out.token_stride, prefills.out.head_stride}};
-    return params;
+    return {.dim = prefills.value_dim,
+            .sizes = {1, 1, 1, heads},
+            .x = between_.outputs.at_least(call_.num_tokens * row * element_size(DType::kFloat32)),
+            .x_rows = {DType::kFloat32, {0, 0, row, prefills.value_dim}},
+            .gate = norm.gate.data,
+            .gate_rows = {norm.gate.dtype, {0, 0, norm.gate.token_stride, norm.gate.head_stride}},
+            .out = prefills.out.data,
+            .out_rows = {prefills.out.dtype, {0, 0, prefills.out.token_stride, prefills.out.head_stride}},
+            .weight = norm.weight,
+            .eps = norm.eps,
+            .activation = norm.activation};
   }
 
   // Tokens [begin, end).

@@ -213,7 +213,7 @@ class ChunkedCall {
     for (std::int64_t head = chain.head_begin; head < chain.head_end; ++head) {
       float* state = carried + (head - chain.head_begin) * head_size();
       const Tail tail(params_, chain.sequence, head, token, count, state);
-      const RecurrenceItem item{0, 0, chain.v_begin, chain.v_end, false};
+      const RecurrenceItem item{0, 0, chain.v_begin, chain.v_end};
       table_.recurrence(tail.params, item, nullptr, recurrence_scratch());
     }
     if (params_.state_dtype == DType::kFloat32) return;

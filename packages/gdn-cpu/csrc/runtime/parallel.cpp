@@ -21,7 +21,7 @@ enum class Schedule {
 
 constexpr std::int64_t kNone = -1;
 
-// Calls body(item, item before, item after) for the items that a thread is given; kNone where there is none.
+// Calls body(item, item after) for the items that a thread is given; kNone where there is none.
 template <typename Body>
 struct Region {
   const Body& body;
@@ -37,19 +37,15 @@ struct Region {
       return run_range(num_items * thread / threads, num_items * (thread + 1) / threads);
     }
     // One item is claimed ahead, so that its memory can be asked for.
-    std::int64_t previous = kNone;
     for (std::int64_t item = claim(); item != kNone;) {
       const std::int64_t next = claim();
-      body(item, previous, next);
-      previous = item;
+      body(item, next);
       item = next;
     }
   }
 
   void run_range(std::int64_t begin, std::int64_t end) {
-    for (std::int64_t item = begin; item < end; ++item) {
-      body(item, item > begin ? item - 1 : kNone, item + 1 < end ? item + 1 : kNone);
-    }
+    for (std::int64_t item = begin; item < end; ++item) body(item, item + 1 < end ? item + 1 : kNone);
   }
 
   std::int64_t claim() {
@@ -71,8 +67,7 @@ void for_each_with_next(std::int64_t num_items, int num_threads, Schedule schedu
 
 template <typename Body>
 void for_each(std::int64_t num_items, int num_threads, Schedule schedule, const Body& body) {
-  for_each_with_next(num_items, num_threads, schedule,
-                     [&](std::int64_t item, std::int64_t, std::int64_t) { body(item); });
+  for_each_with_next(num_items, num_threads, schedule, [&](std::int64_t item, std::int64_t) { body(item); });
 }
 
 struct FreeDeleter {
@@ -215,24 +210,24 @@ RecurrenceWork::RecurrenceWork(const KernelTable& table, const RecurrenceParams&
 
 RecurrenceWork::~RecurrenceWork() = default;
 
-RecurrenceItem RecurrenceWork::item_at(std::int64_t index, bool is_awaited) const {
+RecurrenceItem RecurrenceWork::item_at(std::int64_t index) const {
   const std::int64_t v_begin = index % tiles_ * plan_.tile;
   const std::int64_t row_head = index / tiles_;
   return {order_[static_cast<std::size_t>(row_head / params_.num_value_heads)], row_head % params_.num_value_heads,
-          v_begin, std::min(v_begin + plan_.tile, params_.value_dim), is_awaited};
+          v_begin, std::min(v_begin + plan_.tile, params_.value_dim)};
 }
 
-void RecurrenceWork::run_item(std::int64_t index, std::int64_t previous, std::int64_t next) {
-  const RecurrenceItem item = item_at(index, previous >= 0);
-  const RecurrenceItem next_item = item_at(next >= 0 ? next : index, true);
+void RecurrenceWork::run_item(std::int64_t index, std::int64_t next) {
+  const RecurrenceItem item = item_at(index);
+  const RecurrenceItem next_item = item_at(next >= 0 ? next : index);
   table_.recurrence(params_, item, next >= 0 ? &next_item : nullptr, thread_scratch());
   if (norms_ && norms_->is_last_tile(index / tiles_)) table_.recurrence_norm(params_, item.sequence, item.head);
 }
 
 void RecurrenceWork::run() {
-  for_each_with_next(
-      num_items_, static_cast<int>(plan_.num_threads), plan_.is_ragged ? Schedule::kDynamic : Schedule::kStatic,
-      [this](std::int64_t index, std::int64_t previous, std::int64_t next) { run_item(index, previous, next); });
+  for_each_with_next(num_items_, static_cast<int>(plan_.num_threads),
+                     plan_.is_ragged ? Schedule::kDynamic : Schedule::kStatic,
+                     [this](std::int64_t index, std::int64_t next) { run_item(index, next); });
 }
 
 RecurrenceWork::Block RecurrenceWork::claim() {
@@ -246,13 +241,11 @@ RecurrenceWork::Block RecurrenceWork::claim() {
 }
 
 void RecurrenceWork::run_share() {
-  std::int64_t previous = kNone;
   for (Block block = claim(); block.begin < block.end;) {
     const Block next = claim();
     for (std::int64_t index = block.begin; index < block.end; ++index) {
       const std::int64_t after = index + 1 < block.end ? index + 1 : (next.begin < next.end ? next.begin : kNone);
-      run_item(index, previous, after);
-      previous = index;
+      run_item(index, after);
     }
     block = next;
   }

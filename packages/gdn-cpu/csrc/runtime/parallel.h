@@ -35,8 +35,8 @@ class RecurrenceWork {
  private:
   static constexpr std::int64_t kNone = -1;
 
-  [[nodiscard]] RecurrenceItem item_at(std::int64_t index, bool is_awaited) const;
-  void run_item(std::int64_t index, std::int64_t previous, std::int64_t next);
+  [[nodiscard]] RecurrenceItem item_at(std::int64_t index) const;
+  void run_item(std::int64_t index, std::int64_t next);
   // The next items, [begin, end); none when they are equal.
   struct Block {
     std::int64_t begin, end;
