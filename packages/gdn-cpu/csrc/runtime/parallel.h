@@ -33,8 +33,6 @@ class RecurrenceWork {
   void finish() const;
 
  private:
-  static constexpr std::int64_t kNone = -1;
-
   [[nodiscard]] RecurrenceItem item_at(std::int64_t index) const;
   void run_item(std::int64_t index, std::int64_t next);
   // The next items, [begin, end); none when they are equal.
