@@ -377,7 +377,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(capability, state, tmp_path)
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
-    assert len(found) == 8
+    assert len(found) == 10
     for name, used in found.items():
         assert used["target"].startswith(f"sm_{capability}"), name
         assert used["REG"] <= 128, name

@@ -23,7 +23,7 @@ from gdn_core.triton_backend import decode, kernels
 
 FORMS = {"slots": 0, "replay": 1, "single": 2}
 _FP32 = {"new_u", "new_decay", "records_u", "records_decay", "A_log", "dt_bias", "weight"}
-_INT32 = {"slots", "accepted_tokens", "cu_seqlens", "records_live"}
+_INT32 = {"slots", "accepted_tokens", "cu_seqlens", "row_indices", "records_live"}
 _REAL = {"scale", "softplus_beta", "softplus_threshold", "eps"}
 _OF_REPLAY = {"records_k", "records_u", "records_decay", "records_live", "new_u", "new_decay"}
 _POINTERS = {"q", "k", "v", "a", "b", "o", "gate", "out", "state", "records_k"} | _FP32 | _INT32
@@ -41,10 +41,11 @@ def _type_of(name: str, activations: str, state: str, o: str) -> str:
     return "i64" if name == "state_slot" else "i32"
 
 
-def source(kernel: Any, form: str, state: str, **constants: Any) -> ASTSource:
-    """Return a kernel with bf16 activations and a state of 128 x 128."""
+def source(kernel: Any, form: str, state: str, *, chosen: bool = False, **constants: Any) -> ASTSource:
+    """Return a kernel with bf16 activations and a state of 128 x 128, for all rows or chosen ones."""
     constants |= {"H": 2, "HV": 4, "K": 128, "V": 128, "BLOCK_K": 128, "FORM": FORMS[form], "HAS_NULL_SLOT": False}
-    constants |= {"row_indices": None, "row_stride": 0}
+    if not chosen:
+        constants |= {"row_indices": None, "row_stride": 0}
     if form == "single":
         constants["accepted_tokens"] = None
     if form != "replay":
@@ -62,6 +63,8 @@ def sources(state: str) -> dict[str, ASTSource]:
         options = {"BLOCK_V": 32, "NORMALIZE": True, "STATE_V_FIRST": v_first}
         name = f"decode {form} {'V' if v_first else 'K'} first"
         found[name] = source(kernels.decode_kernel, form, state, **options)
+        if v_first and form != "single":
+            found[f"decode {form}, chosen rows"] = source(kernels.decode_kernel, form, state, chosen=True, **options)
     found["renew records"] = source(kernels.renew_records_kernel, "replay", state, BLOCK_V=128)
     found["norm"] = source(kernels.norm_kernel, "slots", state, BLOCK_V=128, ACTIVATION=1)
     return found

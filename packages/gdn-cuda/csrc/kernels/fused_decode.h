@@ -188,7 +188,6 @@ struct DecodeBlock {
       if (!kLongRows) break;
       store_outputs(part);
       if (part.start + part.length == row.start + row.length) break;
-      barrier();
     }
     if (kLongRows) {
       tile.store(state_rows(row.source, group * Tile::kRows), group_lane);
@@ -370,7 +369,8 @@ struct DecodeBlock {
     sum = multiply_add(m[3], x.w, sum);
   }
 
-  // Long rows have neither norm nor gate.
+  // Long rows have neither norm nor gate. After the barrier nobody reads the staged tokens, and the next may take their
+  // place; o is written again only after those are all there.
   GDN_DEVICE void store_outputs(const Part& part) const {
     barrier();
     with_dtype(p.out.dtype, [&](auto type) {
