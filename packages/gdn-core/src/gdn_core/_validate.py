@@ -120,15 +120,16 @@ def _scalar(name: str, kind: str, value: object) -> None:
             raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
         if not has_data(value):
             return
+    # torch takes a Python int as a number of 64 bits, where a float of that size would do.
+    if kind == "float" and isinstance(value, int):
+        convert = operator.index
     try:
         converted = convert(value) if hasattr(value, method) else None
     except (TypeError, ValueError, OverflowError):  # an array of several, for one
         converted = None
     if converted is None:
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
-    # torch takes a Python int as a number of 64 bits, where a float of that size would do.
-    is_whole = kind == "int" or (kind == "float" and isinstance(value, int))
-    if is_whole and not -(2**63) <= operator.index(value) < 2**63:  # type: ignore[arg-type]
+    if convert is operator.index and not -(2**63) <= operator.index(value) < 2**63:  # type: ignore[arg-type]
         raise ValueError(f"{name}: expected an int of 64 bits, got {operator.index(value)}")  # type: ignore[arg-type]
 
 
