@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import chunk_plan_checks
 import gdn_core
 from contract_calls import THREADS, same_bits
 from gdn_core.testing import inputs, oracle, packed_relative_error, relative_error, to_float64, tolerance
@@ -378,26 +379,12 @@ def test_an_openblas_that_is_not_there(cpu_backend, monkeypatch, tmp_path):
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
-PACKS = ((4096,), (17, 64, 129, 1000), (8192, *(100,) * 20), tuple(range(1, 2000, 37)), (32768,), (500,) * 3)
 
-
-@pytest.mark.parametrize("threads", [8, 64, 192])
-@pytest.mark.parametrize("lengths", PACKS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
-@pytest.mark.parametrize("heads", [(16, 16), (16, 32), (16, 64)], ids=str)
+@pytest.mark.parametrize("threads", chunk_plan_checks.THREADS)
+@pytest.mark.parametrize("lengths", chunk_plan_checks.PACKS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
+@pytest.mark.parametrize("heads", chunk_plan_checks.HEADS, ids=str)
 def test_the_plan_keeps_every_thread_busy(lengths, heads, threads):
-    H, HV = heads
-    work, chains = gdn_cpu._C.chunk_plan(list(lengths), H, HV, 128, 128, threads)
-    covered = torch.zeros(len(lengths), HV, 128, dtype=torch.int64)
-    for sequence, head_begin, head_end, v_begin, v_end, length in chains:
-        covered[sequence, head_begin:head_end, v_begin:v_end] += length
-    assert torch.equal(covered, torch.tensor(lengths)[:, None, None].expand_as(covered))
-    assert len(work) == threads
-
-    # Nothing is faster than the longest sequence's tokens one after the other, in 16 columns of a head: with 16 heads of
-    # 128 columns, 192 threads cannot all be busy.
-    longest_chain = gdn_cpu._C.chunk_plan([max(lengths)], 1, 1, 128, 16, 1)[0][0]
-    assert max(work) <= max(1.15 * sum(work) / threads, longest_chain)
-    assert HV == 16 or max(work) <= 1.15 * sum(work) / threads
+    chunk_plan_checks.check(gdn_cpu._C.chunk_plan, lengths, heads, threads)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -145,10 +145,11 @@ def _recurrent(sizes: Sizes, peers: Peers, lengths: list[int], label: str) -> Ca
 
 def prefill_plans(sizes: Sizes, peers: Peers) -> list[Plan]:
     build = partial(_prefill, sizes, peers)
-    plans = [Plan(f"T={n}", partial(build, [n], f"T={n}", BF16), quick=n <= 1024) for n in (128, 1024, 4096, 32768)]
+    lengths = (128, 512, 1024, 4096, 32768)
+    plans = [Plan(f"T={n}", partial(build, [n], f"T={n}", BF16), quick=n in (128, 1024)) for n in lengths]
     plans.append(Plan("varlen", partial(build, RAGGED, "varlen", BF16)))
     plans += [Plan(f"T={n}", partial(build, [n], f"T={n}", BF16)) for n in (1, 4, 16, 32, 63)]
-    return plans + [Plan(f"T={n} fp32", partial(build, [n], f"T={n} fp32", F32)) for n in (128, 1024)]
+    return plans + [Plan(f"T={n} fp32", partial(build, [n], f"T={n} fp32", F32)) for n in (128, 512, 1024)]
 
 
 def recurrent_plans(sizes: Sizes, peers: Peers) -> list[Plan]:
