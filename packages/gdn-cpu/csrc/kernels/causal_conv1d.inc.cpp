@@ -8,9 +8,9 @@
 //
 // Where channels have unit stride in x and y, a lane is a channel, and a window of the last inputs stays in registers
 // over a few tokens. Where tokens have, a lane is a token. Anything else goes lane by lane. The sum starts from the
-// bias and adds the oldest tap first, by fma, whichever way: the values are the same. A decode step on a packed state
-// of the same dtype has a loop of its own. SiLU that is stored as bfloat16 is computed within 2^-12.6. Bound by
-// arithmetic, that of SiLU, while x and y fit the caches; by memory beyond.
+// bias and adds the oldest tap first, by fma, whichever way: the values are the same. A few tokens on a packed state of
+// the same dtype, as in decode, have loops of their own. SiLU that is stored as bfloat16 is computed within 2^-12.6.
+// Bound by arithmetic, that of SiLU, while x and y fit the caches; by memory beyond.
 #include "convolution_state.h"
 #include "kernels.h"
 #include "vector_math.h"
@@ -39,29 +39,26 @@ constexpr bool kIsBFloat16<BFloat16> = true;
 template <bool kSilu, class T>
 constexpr bool kIsCoarse = kSilu && kIsBFloat16<T>;
 
-template <bool kSilu, class T>
-GDN_INLINE Vec activate(Vec y) {
+template <bool kSilu, class T, int kCount>
+GDN_INLINE void activate(Vec (&y)[kCount]) {
   if constexpr (kIsCoarse<kSilu, T>) {
-    return coarse_silu(y);
+    coarse_silu(y);
   } else if constexpr (kSilu) {
-    return silu(y);
-  } else {
-    return y;
+    for (int i = 0; i < kCount; ++i) y[i] = silu(y[i]);
   }
 }
 
+// What activate left.
 template <bool kSilu, class T>
 GDN_INLINE void store_activated(T* to, Vec y, std::int64_t n) {
   if constexpr (kIsCoarse<kSilu, T>) {
-    store_coarse(to, activate<kSilu, T>(y), n);
+    store_coarse(to, y, n);
   } else {
-    store_up_to(to, activate<kSilu, T>(y), n);
+    store_up_to(to, y, n);
   }
 }
 template <bool kSilu, class T>
-GDN_INLINE void store_activated_pair(T* to, const Vec (&y)[2]) {
-  const Vec first = activate<kSilu, T>(y[0]);
-  const Vec second = activate<kSilu, T>(y[1]);
+GDN_INLINE void store_activated_pair(T* to, Vec first, Vec second) {
   if constexpr (kIsCoarse<kSilu, T>) {
     store_coarse_pair(to, first, second);
   } else if constexpr (requires { store_pair(to, first, second); }) {
@@ -87,15 +84,20 @@ template <class T>
 GDN_INLINE Vec load_x(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, std::int64_t n) {
   return load_up_to(at.x + token * at.x_token_stride + channel, n);
 }
-template <bool kSilu, class T>
-GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, const Vec (&y)[1],
-                          std::int64_t n) {
-  store_activated<kSilu>(at.out + token * at.out_token_stride + channel, y[0], n);
+template <bool kSilu, class T, int kCount>
+GDN_INLINE void activate_for(const PackedChannels<T>&, Vec (&y)[kCount]) {
+  activate<kSilu, T>(y);
 }
-template <bool kSilu, class T>
-GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, const Vec (&y)[2],
-                          std::int64_t) {
-  store_activated_pair<kSilu>(at.out + token * at.out_token_stride + channel, y);
+// kVectors vectors, of which the last has as many lanes as n leaves for it.
+template <bool kSilu, int kVectors, class T>
+GDN_INLINE void store_out(const PackedChannels<T>& at, std::int64_t token, std::int64_t channel, const Vec* y,
+                          std::int64_t n) {
+  T* const to = at.out + token * at.out_token_stride + channel;
+  if constexpr (kVectors == 2) {
+    store_activated_pair<kSilu>(to, y[0], y[1]);
+  } else {
+    store_activated<kSilu>(to, y[0], n);
+  }
 }
 
 // The row of x that comes a pass later, and its row of y, which stores would fetch one line at a time.
@@ -117,19 +119,34 @@ GDN_INLINE Vec load_x(const ScatteredChannels& at, std::int64_t token, std::int6
   const std::int64_t offset = at.x.offset + token * at.x_token_stride + channel * at.x.stride;
   return load_lanes({at.x.data, at.x.dtype, at.x.stride, offset}, n);
 }
+template <bool kSilu, int kCount>
+GDN_INLINE void activate_for(const ScatteredChannels& at, Vec (&y)[kCount]) {
+  if (at.out.dtype == DType::kBFloat16) {
+    activate<kSilu, BFloat16>(y);
+  } else {
+    activate<kSilu, float>(y);
+  }
+}
 template <bool kSilu, int kVectors>
-GDN_INLINE void store_out(const ScatteredChannels& at, std::int64_t token, std::int64_t channel,
-                          const Vec (&y)[kVectors], std::int64_t n) {
+GDN_INLINE void store_out(const ScatteredChannels& at, std::int64_t token, std::int64_t channel, const Vec* y,
+                          std::int64_t n) {
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t c = v * kLanes;
     const std::int64_t offset = at.out.offset + token * at.out_token_stride + (channel + c) * at.out.stride;
-    const bool coarse = at.out.dtype == DType::kBFloat16 && kSilu;
-    const Vec result = coarse ? activate<kSilu, BFloat16>(y[v]) : activate<kSilu, float>(y[v]);
-    store_lanes({at.out.data, at.out.dtype, at.out.stride, offset}, result, n - c);
+    const MutableLanes to{at.out.data, at.out.dtype, at.out.stride, offset};
+    if (kSilu && at.out.dtype == DType::kBFloat16) {
+      store_coarse_lanes(to, canonical_nan(y[v]), n - c);
+    } else {
+      store_lanes(to, y[v], n - c);
+    }
   }
 }
 
 GDN_INLINE void prefetch_pass(const ScatteredChannels&, std::int64_t, std::int64_t) {}
+
+// A number of tokens, as a parameter.
+template <int kCount>
+struct Counted {};
 
 // Tokens [begin, end) of kVectors vectors of channels from `channel` on, the last of which has n lanes. `local` is the
 // first channel within the call's block. Without a history, x has the inputs before `begin`.
@@ -147,17 +164,33 @@ GDN_INLINE void convolve_vectors(const Channels& channels, const Filter& filter,
                                         : load_x(channels, begin - (kWidth - 1) + j, channel + c, n - c);
     }
   }
-  for (std::int64_t t = begin; t < end; ++t) {
-    Vec y[kVectors];
+  const auto sums = [&](std::int64_t t, Vec* y) __attribute__((always_inline)) {
     for (int v = 0; v < kVectors; ++v) {
       window[v][kWidth - 1] = load_x(channels, t, channel + v * kLanes, n - v * kLanes);
       y[v] = bias[v];
-      for (int j = 0; j < kWidth; ++j) y[v] = fma(window[v][j], tap[v][j], y[v]);
+    }
+    for (int j = 0; j < kWidth; ++j) {
+      for (int v = 0; v < kVectors; ++v) y[v] = fma(window[v][j], tap[v][j], y[v]);
+    }
+    for (int v = 0; v < kVectors; ++v) {
       for (int j = 0; j < kWidth - 1; ++j) window[v][j] = window[v][j + 1];
     }
     if (more_passes) prefetch_pass(channels, t + kTokensPerPass, channel);
-    store_out<kSilu>(channels, t, channel, y, n);
+  };
+  const auto tokens = [&]<int kCount>(std::int64_t t, Counted<kCount>) __attribute__((always_inline)) {
+    Vec y[kCount * kVectors];
+    for (int i = 0; i < kCount; ++i) sums(t + i, y + i * kVectors);
+    activate_for<kSilu>(channels, y);
+    for (int i = 0; i < kCount; ++i) store_out<kSilu, kVectors>(channels, t + i, channel, y + i * kVectors, n);
+  };
+  std::int64_t t = begin;
+  // Of a vector alone, the next operation would wait for the one before it. Two pairs: a window of four inputs is then
+  // in the registers where it began.
+  for (; t + 4 <= end; t += 4) {
+    tokens(t, Counted<2>{});
+    tokens(t + 2, Counted<2>{});
   }
+  for (; t < end; ++t) tokens(t, Counted<1>{});
 }
 
 template <int kWidth, bool kSilu, class Channels>
@@ -251,13 +284,15 @@ void convolve_one_channel(const T* x, T* out, std::int64_t num_tokens, const flo
   store(first + kWidth - 1, load_up_to(x, num_tokens));
   Vec tap[kWidth];
   for (int j = 0; j < kWidth; ++j) tap[j] = set1(taps[j]);
-  Vec y = set1(bias);
-  for (int j = 0; j < kWidth; ++j) y = fma(load(first + j), tap[j], y);
-  store_activated<kSilu>(out, y, num_tokens);
+  Vec y[1] = {set1(bias)};
+  for (int j = 0; j < kWidth; ++j) y[0] = fma(load(first + j), tap[j], y[0]);
+  activate<kSilu, T>(y);
+  store_activated<kSilu>(out, y[0], num_tokens);
   for (std::int64_t t = kLanes; t < num_tokens; t += kLanes) {
-    y = set1(bias);
-    for (int j = 0; j < kWidth; ++j) y = fma(load_up_to(x + t - (kWidth - 1) + j, num_tokens - t), tap[j], y);
-    store_activated<kSilu>(out + t, y, num_tokens - t);
+    y[0] = set1(bias);
+    for (int j = 0; j < kWidth; ++j) y[0] = fma(load_up_to(x + t - (kWidth - 1) + j, num_tokens - t), tap[j], y[0]);
+    activate<kSilu, T>(y);
+    store_activated<kSilu>(out + t, y[0], num_tokens - t);
   }
 }
 
@@ -330,77 +365,221 @@ void store_states(const ConvolutionParams& p, const ConvolutionRow& row, std::in
   if (row.destination >= 0) update_state(p, row, num_tokens, channel, n);
 }
 
-// --- one token, on a state whose channels lie side by side too ---
+// --- a few tokens, on a state of the same dtype ---
 
-template <class T>
-T* column_of(const ConvolutionStates& s, std::int64_t slot, std::int64_t column) {
-  return static_cast<T*>(s.data) + slot * s.slot_stride + column * s.column_stride;
-}
+constexpr std::int64_t kMaxStepTokens = 16;
 
-// What decode is made of: without copies of the history, all operands read once. The state becomes the inputs that
-// follow the oldest one, whether shifted or rolled back.
-bool is_plain_step(const ConvolutionParams& p, const ConvolutionRow& row) {
-  const bool one_token = row.end - row.begin == 1 && !row.is_padding && row.final_slot < 0;
+// What decode is made of: without copies of the history, all operands read once. Channels lie side by side in x and y.
+template <int kWidth, class T>
+struct Step {
+  const T* x;
+  std::int64_t x_token_stride;
+  T* out;
+  std::int64_t out_token_stride;
+  const T* history[kWidth - 1];
+  T* columns;  // that the row leaves, which may be the history's own
+  std::int64_t column_stride;
+  std::int64_t num_columns;
+  std::int64_t num_tokens;
+  std::int64_t dropped;  // of the history and x one after the other: column 0 becomes the one after these
+};
+
+bool is_step(const ConvolutionParams& p, const ConvolutionRow& row) {
+  const std::int64_t tokens = row.end - row.begin;
+  const bool is_short = tokens > 0 && tokens <= kMaxStepTokens && !row.is_padding && row.final_slot < 0;
   const bool in_place = row.source >= 0 && row.source == row.destination && p.source.data == p.destination.data;
   const bool keeps_history = p.update == ConvolutionUpdate::kRollback ||
                              (p.update == ConvolutionUpdate::kShift && p.num_columns == p.width - 1);
-  const bool packed = p.x.head_stride == 1 && p.out.head_stride == 1 && p.destination.channel_stride == 1;
-  return one_token && in_place && keeps_history && packed && p.x.dtype == p.out.dtype &&
+  const bool packed = p.x.head_stride == 1 && p.out.head_stride == 1;
+  return is_short && in_place && keeps_history && packed && p.x.dtype == p.out.dtype &&
          p.x.dtype == p.destination.dtype;
 }
 
-template <int kWidth, bool kSilu, class T>
-struct Step {
-  const T* x;
-  T* out;
-  const T* history[kWidth - 1];
-  T* column[kWidth - 1];  // columns 0 .. W-2, which may be the history's own
-};
+// Whether the columns of one channel after the other lie side by side, and nothing else, for a row of one token.
+bool is_interleaved_step(const ConvolutionParams& p, const ConvolutionRow& row) {
+  return p.destination.column_stride == 1 && p.destination.channel_stride == p.width - 1 &&
+         p.num_columns == p.width - 1 && row.end - row.begin == 1 && is_step(p, row);
+}
+bool is_packed_step(const ConvolutionParams& p, const ConvolutionRow& row) {
+  return p.destination.channel_stride == 1 && is_step(p, row);
+}
 
+template <int kWidth, class T>
+GDN_INLINE Step<kWidth, T> step_of(const ConvolutionParams& p, const ConvolutionRow& row, const T* x, T* out) {
+  Step<kWidth, T> step;
+  step.x = x + row.batch * p.x.batch_stride + row.begin * p.x.token_stride;
+  step.x_token_stride = p.x.token_stride;
+  step.out = out + row.batch * p.out.batch_stride + row.begin * p.out.token_stride;
+  step.out_token_stride = p.out.token_stride;
+  step.columns = static_cast<T*>(p.destination.data) + row.destination * p.destination.slot_stride;
+  step.column_stride = p.destination.column_stride;
+  for (int j = 0; j < kWidth - 1; ++j) step.history[j] = step.columns + (row.first_column + j) * step.column_stride;
+  step.num_tokens = row.end - row.begin;
+  const bool is_shift = p.update == ConvolutionUpdate::kShift;
+  step.num_columns = is_shift ? kWidth - 1 : kWidth - 2 + step.num_tokens;
+  step.dropped = is_shift ? step.num_tokens : 1;
+  return step;
+}
+
+// The row after this one lies somewhere else in the pool: the processor would see it coming only when it is read.
+template <int kWidth, class T>
+GDN_INLINE void prefetch_step(const Step<kWidth, T>& next, std::int64_t channel) {
+  __builtin_prefetch(next.x + channel, 0, 2);
+  for (int j = 0; j < kWidth - 1; ++j) __builtin_prefetch(next.history[j] + channel, 0, 2);
+  __builtin_prefetch(next.out + channel, 0, 2);
+}
+
+template <int kVectors, class T>
+GDN_INLINE void copy_channels(T* to, const T* from, std::int64_t n) {
+  T moved[kVectors * kLanes];
+  const std::size_t bytes = static_cast<std::size_t>(min_of(n, kVectors * kLanes)) * sizeof(T);
+  std::memcpy(moved, from, bytes);
+  std::memcpy(to, moved, bytes);
+}
+
+template <bool kSilu, int kVectors, class T>
+GDN_INLINE void store_step(T* to, const Vec (&y)[kVectors], std::int64_t n) {
+  if constexpr (kVectors == 2) {
+    store_activated_pair<kSilu>(to, y[0], y[1]);
+  } else {
+    store_activated<kSilu>(to, y[0], n);
+  }
+}
+
+// One token. All is read before anything is written: columns are often a multiple of 4 KiB apart, and a load from such
+// a distance waits for the store.
 template <int kWidth, bool kSilu, int kVectors, class T>
-GDN_INLINE void step_vectors(const Step<kWidth, kSilu, T>& step, const Filter& filter, std::int64_t channel,
-                             std::int64_t local, std::int64_t n) {
+GDN_INLINE void step_token(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel, std::int64_t local,
+                           std::int64_t n) {
   Vec y[kVectors];
-  for (int v = 0; v < kVectors; ++v) {
-    const std::int64_t c = v * kLanes;
-    y[v] = load(filter.bias + local + c);
-    for (int j = 0; j < kWidth; ++j) {
-      const T* input = j < kWidth - 1 ? step.history[j] : step.x;
+  for (int v = 0; v < kVectors; ++v) y[v] = load(filter.bias + local + v * kLanes);
+  for (int j = 0; j < kWidth; ++j) {
+    const T* input = j < kWidth - 1 ? step.history[j] : step.x;
+    for (int v = 0; v < kVectors; ++v) {
+      const std::int64_t c = v * kLanes;
       y[v] = fma(load_up_to(input + channel + c, n - c), load(filter.tap[j] + local + c), y[v]);
     }
   }
   const std::size_t bytes = static_cast<std::size_t>(min_of(n, kVectors * kLanes)) * sizeof(T);
+  T moved[kWidth - 1][kVectors * kLanes];
   for (int j = 0; j < kWidth - 1; ++j) {
-    const T* next = j < kWidth - 2 ? step.history[j + 1] : step.x;
-    T moved[kVectors * kLanes];
-    std::memcpy(moved, next + channel, bytes);
-    std::memcpy(step.column[j] + channel, moved, bytes);
+    std::memcpy(moved[j], (j < kWidth - 2 ? step.history[j + 1] : step.x) + channel, bytes);
   }
-  if constexpr (kVectors == 2) {
-    store_activated_pair<kSilu>(step.out + channel, y);
-  } else {
-    store_activated<kSilu>(step.out + channel, y[0], n);
+  activate<kSilu, T>(y);
+  for (int j = 0; j < kWidth - 1; ++j) std::memcpy(step.columns + j * step.column_stride + channel, moved[j], bytes);
+  store_step<kSilu>(step.out + channel, y, n);
+}
+
+// Several tokens, the same way.
+template <int kWidth, bool kSilu, int kVectors, class T>
+GDN_INLINE void step_tokens(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel, std::int64_t local,
+                            std::int64_t n) {
+  Vec tap[kVectors][kWidth], window[kVectors][kWidth];
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t c = v * kLanes;
+    for (int j = 0; j < kWidth; ++j) tap[v][j] = load(filter.tap[j] + local + c);
+    for (int j = 0; j < kWidth - 1; ++j) window[v][j] = load_up_to(step.history[j] + channel + c, n - c);
+  }
+  for (std::int64_t column = 0; column < step.num_columns; ++column) {
+    const std::int64_t joined = column + step.dropped;
+    const T* from = joined < kWidth - 1 ? step.history[joined] : step.x + (joined - (kWidth - 1)) * step.x_token_stride;
+    copy_channels<kVectors>(step.columns + column * step.column_stride + channel, from + channel, n);
+  }
+  for (std::int64_t t = 0; t < step.num_tokens; ++t) {
+    Vec y[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const std::int64_t c = v * kLanes;
+      window[v][kWidth - 1] = load_up_to(step.x + t * step.x_token_stride + channel + c, n - c);
+      y[v] = load(filter.bias + local + c);
+    }
+    for (int j = 0; j < kWidth; ++j) {
+      for (int v = 0; v < kVectors; ++v) y[v] = fma(window[v][j], tap[v][j], y[v]);
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      for (int j = 0; j < kWidth - 1; ++j) window[v][j] = window[v][j + 1];
+    }
+    activate<kSilu, T>(y);
+    store_step<kSilu>(step.out + t * step.out_token_stride + channel, y, n);
   }
 }
 
-template <int kWidth, bool kSilu, class T>
-__attribute__((noinline)) void step_row(const ConvolutionParams& p, const ConvolutionRow& row, const Filter& filter,
-                                        const T* x, T* out, std::int64_t channel_begin, std::int64_t channel_end) {
-  Step<kWidth, kSilu, T> step;
-  step.x = x + row.batch * p.x.batch_stride + row.begin * p.x.token_stride;
-  step.out = out + row.batch * p.out.batch_stride + row.begin * p.out.token_stride;
-  for (int j = 0; j < kWidth - 1; ++j) {
-    step.history[j] = column_of<T>(p.source, row.source, row.first_column + j);
-    step.column[j] = column_of<T>(p.destination, row.destination, j);
+// One token on a state whose columns lie side by side.
+template <int kWidth, bool kSilu, int kVectors, class T>
+GDN_INLINE void step_interleaved(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel,
+                                 std::int64_t local, std::int64_t n) {
+  constexpr int kColumns = kWidth - 1;
+  Vec y[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t c = v * kLanes;
+    T* const state = step.columns + (channel + c) * kColumns;
+    Vec input[kColumns];
+    if (n - c >= kLanes) {
+      load_interleaved<kColumns>(state, input);
+    } else {
+      for (int j = 0; j < kColumns; ++j) input[j] = load_strided(state + j, kColumns, n - c);
+    }
+    y[v] = load(filter.bias + local + c);
+    for (int j = 0; j < kColumns; ++j) y[v] = fma(input[j], load(filter.tap[j] + local + c), y[v]);
+    const Vec last = load_up_to(step.x + channel + c, n - c);
+    y[v] = fma(last, load(filter.tap[kColumns] + local + c), y[v]);
+    shift_interleaved<kColumns>(state, step.x + channel + c, min_of(n - c, kLanes));
   }
+  activate<kSilu, T>(y);
+  store_step<kSilu>(step.out + channel, y, n);
+}
+
+enum class StepKind { kToken, kTokens, kInterleaved };
+
+template <StepKind kKind, int kWidth, bool kSilu, int kVectors, class T>
+GDN_INLINE void step_vectors(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel,
+                             std::int64_t local, std::int64_t n) {
+  if constexpr (kKind == StepKind::kToken) {
+    step_token<kWidth, kSilu, kVectors>(step, filter, channel, local, n);
+  } else if constexpr (kKind == StepKind::kTokens) {
+    step_tokens<kWidth, kSilu, kVectors>(step, filter, channel, local, n);
+  } else {
+    step_interleaved<kWidth, kSilu, kVectors>(step, filter, channel, local, n);
+  }
+}
+
+// `next` is null, or another such row.
+template <StepKind kKind, int kWidth, bool kSilu, class T>
+__attribute__((noinline)) void step_row(const Step<kWidth, T>& step, const Step<kWidth, T>* next, const Filter& filter,
+                                        std::int64_t channel_begin, std::int64_t channel_end) {
   constexpr std::int64_t kStep = 2 * kLanes;
   std::int64_t channel = channel_begin;
   for (; channel + kStep <= channel_end; channel += kStep) {
-    step_vectors<kWidth, kSilu, 2>(step, filter, channel, channel - channel_begin, kStep);
+    if (next != nullptr) prefetch_step(*next, channel);
+    step_vectors<kKind, kWidth, kSilu, 2>(step, filter, channel, channel - channel_begin, kStep);
   }
   for (; channel < channel_end; channel += kLanes) {
-    step_vectors<kWidth, kSilu, 1>(step, filter, channel, channel - channel_begin, channel_end - channel);
+    step_vectors<kKind, kWidth, kSilu, 1>(step, filter, channel, channel - channel_begin, channel_end - channel);
   }
+}
+
+// Whether the row was one of these.
+template <int kWidth, bool kSilu>
+bool take_step(const ConvolutionParams& p, const ConvolutionRow& row, const ConvolutionRow* next_row,
+               const Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
+  const bool is_interleaved = is_interleaved_step(p, row);
+  if (!is_interleaved && !is_packed_step(p, row)) return false;
+  const bool has_next = next_row != nullptr && !is_interleaved && is_packed_step(p, *next_row);
+  with_dtype(p.out.dtype, p.out.data, [&]<class T>(T* out) {
+    const T* x = static_cast<const T*>(p.x.data);
+    const Step<kWidth, T> step = step_of<kWidth>(p, row, x, out);
+    const Step<kWidth, T> next = has_next ? step_of<kWidth>(p, *next_row, x, out) : step;
+    const auto run = [&]<StepKind kKind>() {
+      step_row<kKind, kWidth, kSilu>(step, has_next ? &next : nullptr, filter, channel_begin, channel_end);
+    };
+    if (is_interleaved) {
+      run.template operator()<StepKind::kInterleaved>();
+    } else if (step.num_tokens == 1) {
+      run.template operator()<StepKind::kToken>();
+    } else {
+      run.template operator()<StepKind::kTokens>();
+    }
+  });
+  return true;
 }
 
 template <int kWidth, bool kSilu>
@@ -412,12 +591,8 @@ void convolve_pieces(const ConvolutionParams& p, const ConvolutionPiece* pieces,
     const ConvolutionPiece& piece = pieces[i];
     const ConvolutionRow& row = *piece.row;
     const bool is_first = piece.begin == row.begin;
-    if (is_plain_step(p, row)) {
-      with_dtype(p.out.dtype, p.out.data, [&]<class T>(T* out) {
-        step_row<kWidth, kSilu>(p, row, filter, static_cast<const T*>(p.x.data), out, channel_begin, channel_end);
-      });
-      continue;
-    }
+    const ConvolutionRow* next_row = i + 1 < num_pieces ? pieces[i + 1].row : nullptr;
+    if (take_step<kWidth, kSilu>(p, row, next_row, filter, channel_begin, channel_end)) continue;
     if (is_first) {
       if (!row.is_padding) load_history(p, row, channel_begin, n, history.input[0], kConvolutionChannels);
       store_states(p, row, channel_begin, n);
@@ -443,7 +618,11 @@ GDN_INLINE std::int64_t load_interleaved_taps(const T* weight, Vec scale, std::i
   for (; c + kLanes <= n; c += kLanes) {
     Vec tap[kWidth];
     load_interleaved<kWidth>(weight + c * kWidth, tap);
-    for (int j = 0; j < kWidth; ++j) store(filter.tap[j] + c, mul(canonical_nan(tap[j]), scale));
+    for (int j = 0; j < kWidth; ++j) {
+      // The low half of a NaN from bfloat16 is empty already.
+      if constexpr (!kIsBFloat16<T>) tap[j] = canonical_nan(tap[j]);
+      store(filter.tap[j] + c, mul(tap[j], scale));
+    }
   }
   return c;
 }

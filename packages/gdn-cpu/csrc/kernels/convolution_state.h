@@ -53,6 +53,15 @@ GDN_INLINE void store_lanes(const MutableLanes& to, Vec x, std::int64_t n) {
   }
 }
 
+// The same by store_coarse, to bfloat16.
+GDN_INLINE void store_coarse_lanes(const MutableLanes& to, Vec x, std::int64_t n) {
+  BFloat16* const data = static_cast<BFloat16*>(to.data) + to.offset;
+  if (to.stride == 1) return store_coarse(data, x, n);
+  BFloat16 lanes[kLanes];
+  store_coarse(lanes, x, kLanes);
+  for (std::int64_t i = 0; i < min_of(n, kLanes); ++i) data[i * to.stride] = lanes[i];
+}
+
 // To fp32, zeros up to a whole vector.
 GDN_INLINE void widen_lanes(float* to, const Lanes& from, std::int64_t n) {
   for (std::int64_t i = 0; i < n; i += kLanes) store(to + i, canonical_nan(load_lanes(lanes_from(from, i), n - i)));
@@ -65,6 +74,16 @@ GDN_INLINE void copy_bits(T* to, std::int64_t to_stride, const T* from, std::int
   } else {
     for (std::int64_t i = 0; i < n; ++i) to[i * to_stride] = from[i * from_stride];
   }
+}
+
+// Channels of kCount columns side by side: each column becomes the one after it, and the last one x.
+template <int kCount, class T>
+GDN_INLINE void shift_interleaved(T* state, const T* x, std::int64_t n) {
+  if constexpr (requires { shift_interleaved_vector<kCount>(state, x); }) {
+    if (n == kLanes) return shift_interleaved_vector<kCount>(state, x);
+  }
+  std::memmove(state, state + 1, static_cast<std::size_t>(n * kCount - 1) * sizeof(T));
+  for (std::int64_t i = 0; i < n; ++i) state[i * kCount + kCount - 1] = x[i];
 }
 
 // Rounds where the dtypes differ, else keeps the bits.

@@ -48,13 +48,5 @@ GDN_INLINE Vec sigmoid(Vec x) {
 
 GDN_INLINE Vec silu(Vec x) { return mul(x, sigmoid(x)); }
 
-// silu(x) from t = -log2(e) x, for results that are stored as bfloat16: within 2^-12.6 of it, where it is above 1e-36.
-// x / (1 + exp(-x)) = t / (-log2(e) - log2(e) 2^t)
-constexpr float kCoarseSiluScale = -0x1.715476p+0f;
-GDN_INLINE Vec coarse_silu(Vec t) {
-  const Vec scale = set1(kCoarseSiluScale);
-  return mul(t, coarse_reciprocal(fma(coarse_exp2(t), scale, scale)));
-}
-
 }  // namespace
 }  // namespace gdn::cpu::GDN_ISA

@@ -275,8 +275,10 @@ void run_rms_norm_gated(const KernelTable& table, const RmsNormGatedParams& para
 namespace {
 
 // What one item of the convolution computes, in all channels of a block: enough tokens to be worth preparing the
-// filter, few enough for ragged rows to spread evenly over threads.
-constexpr std::int64_t kTokensPerItem = 64;
+// filter and fetching the first rows, few enough for ragged rows to spread evenly over threads.
+constexpr std::int64_t kTokensPerItem = 128;
+// Rows no longer than this are those of decode, a state each.
+constexpr std::int64_t kMostStepTokens = 16;
 
 // A row in pieces of kTokensPerItem. In place, a piece would read what the one before it has written: all in one. A
 // row without tokens has a piece only to hand its history on.
@@ -309,10 +311,12 @@ Indices group_pieces(const SmallVector<ConvolutionPiece>& pieces) {
 void run_causal_conv1d(const KernelTable& table, const ConvolutionParams& params,
                        const SmallVector<ConvolutionRow>& rows, int num_threads) {
   SmallVector<ConvolutionPiece> pieces;
-  std::int64_t num_tokens = 0;
+  std::int64_t num_tokens = 0, longest = 0;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     append_pieces(rows.data()[i], params.in_place, pieces);
-    num_tokens += rows.data()[i].end - rows.data()[i].begin;
+    const std::int64_t length = rows.data()[i].end - rows.data()[i].begin;
+    num_tokens += length;
+    longest = std::max(longest, length);
   }
   // 0.25 ns an element: below this, waking other threads costs more than it gains.
   constexpr std::int64_t kFewestElements = 65536;
@@ -320,7 +324,9 @@ void run_causal_conv1d(const KernelTable& table, const ConvolutionParams& params
   const Indices bounds = group_pieces(pieces);
   const auto num_groups = static_cast<std::int64_t>(bounds.size()) - 1;
   const std::int64_t blocks = (params.num_channels + kConvolutionChannels - 1) / kConvolutionChannels;
-  for_each(num_groups * blocks, num_threads, Schedule::kDynamic, [&](std::int64_t item) {
+  // States that one core has just written are slow to reach from another: in decode each keeps its channels.
+  const Schedule schedule = longest <= kMostStepTokens ? Schedule::kStatic : Schedule::kDynamic;
+  for_each(num_groups * blocks, num_threads, schedule, [&](std::int64_t item) {
     const std::int64_t first = bounds[static_cast<std::size_t>(item / blocks)];
     const std::int64_t last = bounds[static_cast<std::size_t>(item / blocks + 1)];
     const std::int64_t channel = item % blocks * kConvolutionChannels;

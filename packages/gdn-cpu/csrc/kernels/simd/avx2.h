@@ -92,6 +92,24 @@ GDN_INLINE void stream_pair(BFloat16* p, Vec a, Vec b) {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow_pair(a, b));
 }
 
+// The nearest bfloat16, ties away from zero, of values whose NaN have no bits in their low halves, as those from
+// bfloat16 and canonical_nan: for what is itself only near the right value.
+GDN_INLINE __m256i round_coarsely(Vec x) {
+  return _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(x.v), _mm256_set1_epi32(0x8000)), 16);
+}
+GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
+  const __m256i bits = round_coarsely(x);
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+  BFloat16 buffer[kLanes];
+  void* const to = n >= kLanes ? p : buffer;
+  _mm_storeu_si128(static_cast<__m128i*>(to), halves);
+  if (n < kLanes) std::memcpy(p, buffer, static_cast<std::size_t>(n) * sizeof(BFloat16));
+}
+GDN_INLINE void store_coarse_pair(BFloat16* p, Vec a, Vec b) {
+  const __m256i packed = _mm256_packus_epi32(round_coarsely(a), round_coarsely(b));  // per 128-bit half
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
 GDN_INLINE Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 GDN_INLINE Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 GDN_INLINE Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
@@ -114,6 +132,12 @@ GDN_INLINE Vec scale_by_power_of_two(Vec x, Vec n) {
   const __m256i half = _mm256_srai_epi32(exponent, 1);
   const __m256 scaled = _mm256_mul_ps(x.v, power_of_two(half));
   return {_mm256_mul_ps(scaled, power_of_two(_mm256_sub_epi32(exponent, half)))};
+}
+
+// x * 2^n for the n that the last bits of `exponent` are.
+GDN_INLINE Vec add_exponent(Vec x, Vec exponent) {
+  const __m256i shifted = _mm256_slli_epi32(_mm256_castps_si256(exponent.v), 23);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x.v), shifted))};
 }
 
 GDN_INLINE Mask less(Vec a, Vec b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }

@@ -39,15 +39,12 @@ GDN_INLINE Vec widen(__m256i bits, BFloat16) {
 }
 GDN_INLINE Vec widen(__m256i bits, Float16) { return {_mm512_cvtph_ps(bits)}; }
 
-// To nearest even, of a NaN too, which stays one if its low half is zero.
-GDN_INLINE __m512i round_number_to_bfloat16(__m512i number) {
+// To nearest even; a NaN becomes the default one.
+GDN_INLINE __m512i round_to_bfloat16(Vec x) {
+  const __m512i number = _mm512_castps_si512(_mm512_fixupimm_ps(x.v, x.v, _mm512_set1_epi32(0x33), 0));
   const __mmask16 odd = _mm512_test_epi32_mask(number, _mm512_set1_epi32(0x10000));
   const __m512i rounded = _mm512_add_epi32(number, _mm512_set1_epi32(0x7fff));
   return _mm512_mask_add_epi32(rounded, odd, number, _mm512_set1_epi32(0x8000));
-}
-// A NaN becomes the default one.
-GDN_INLINE __m512i round_to_bfloat16(Vec x) {
-  return round_number_to_bfloat16(_mm512_castps_si512(_mm512_fixupimm_ps(x.v, x.v, _mm512_set1_epi32(0x33), 0)));
 }
 // The high halves of the lanes of two vectors.
 GDN_INLINE __m512i high_halves(__m512i a, __m512i b) {
@@ -106,6 +103,15 @@ GDN_INLINE __m512i strided_words(__m512i low, __m512i high, std::int64_t stride)
 GDN_INLINE Vec widen_dwords(__m512i bits, BFloat16) { return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))}; }
 GDN_INLINE Vec widen_dwords(__m512i bits, Float16) { return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits))}; }
 
+// Words `word` of two vectors, one a dword.
+GDN_INLINE Vec widen_words(__m512i low, __m512i word, __m512i high, BFloat16) {
+  const __m512i high_halves_of = _mm512_slli_epi32(word, 16);
+  return {_mm512_castsi512_ps(_mm512_maskz_permutex2var_epi16(0xaaaaaaaau, low, high_halves_of, high))};
+}
+GDN_INLINE Vec widen_words(__m512i low, __m512i word, __m512i high, Float16) {
+  return widen_dwords(_mm512_permutex2var_epi16(low, word, high), Float16{});
+}
+
 // Lane i of vector j is p[i * kCount + j].
 template <int kCount>
 GDN_INLINE void load_interleaved(const float* p, Vec (&x)[kCount]) {
@@ -123,7 +129,7 @@ GDN_INLINE void load_interleaved(const Half* p, Vec (&x)[kCount]) {
   const __m512i first = _mm512_mullo_epi32(lane, _mm512_set1_epi32(kCount));
   for (int j = 0; j < kCount; ++j) {
     const __m512i word = _mm512_add_epi32(first, _mm512_set1_epi32(j));
-    x[j] = widen_dwords(_mm512_permutex2var_epi16(low, word, high), Half{});
+    x[j] = widen_words(low, word, high, Half{});
   }
 }
 template <int kCount, class Half>
@@ -150,6 +156,41 @@ GDN_INLINE Vec load_strided(const Half* p, std::int64_t stride, std::int64_t n) 
   const __m512i high = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(words >> 32), p + 32);
   return widen_dwords(strided_words(low, high, stride), Half{});
 }
+
+// Of kLanes channels with kCount words side by side, each word becomes the one after it, and a channel's last one that
+// of x. Nothing beyond them is read.
+template <int kCount, class Half>
+  requires(sizeof(Half) == 2 && kCount <= 4)
+GDN_INLINE void shift_interleaved_vector(Half* state, const Half* x) {
+  constexpr int kWords = 32;  // of a vector
+  alignas(64) static constexpr auto kChannelOf = [] {
+    struct {
+      std::uint16_t of[4 * 16];
+    } table{};
+    for (int i = 0; i < 4 * 16; ++i) table.of[i] = static_cast<std::uint16_t>(i / kCount % 16);
+    return table;
+  }();
+  constexpr std::uint64_t kLast = [] {
+    std::uint64_t bits = 0;
+    for (int i = 0; i < 16; ++i) bits |= std::uint64_t{1} << (i * kCount + kCount - 1);
+    return bits;
+  }();
+  constexpr std::uint64_t kAll = kCount == 4 ? ~std::uint64_t{0} : (std::uint64_t{1} << (kCount * 16 % 64)) - 1;
+  const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  for (int begin = 0; begin < kCount * 16; begin += kWords) {
+    const __m512i channel = _mm512_load_si512(kChannelOf.of + begin);
+    const __m512i shifted =
+        _mm512_maskz_loadu_epi16(static_cast<__mmask32>((kAll & ~kLast) >> begin), state + begin + 1);
+    const __m512i merged =
+        _mm512_mask_permutexvar_epi16(shifted, static_cast<__mmask32>(kLast >> begin), channel, words);
+    // Not by a mask, which takes far longer: all kCount * kLanes words are a number of half vectors.
+    if (kCount * 16 - begin >= kWords) {
+      _mm512_storeu_si512(state + begin, merged);
+    } else {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(state + begin), _mm512_castsi512_si256(merged));
+    }
+  }
+}
 GDN_INLINE Vec load_strided(const float* p, std::int64_t stride, std::int64_t n) {
   const std::int64_t lanes = n < kLanes ? n : kLanes;
   if (stride > 1 << 24) {
@@ -168,10 +209,13 @@ GDN_INLINE void store_pair(BFloat16* p, Vec a, Vec b) {
 
 // A NaN becomes the default one, others stay.
 GDN_INLINE Vec canonical_nan(Vec x) { return {_mm512_fixupimm_ps(x.v, x.v, _mm512_set1_epi32(0x33), 0)}; }
-// The nearest bfloat16, ties to even, of values whose NaN have no bits in their low halves, as those from bfloat16 and
-// canonical_nan.
+// The nearest bfloat16, ties away from zero, of values whose NaN have no bits in their low halves, as those from
+// bfloat16 and canonical_nan: for what is itself only near the right value.
+GDN_INLINE __m512i round_coarsely(Vec x) {
+  return _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x8000));
+}
 GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
-  const __m512i bits = round_number_to_bfloat16(_mm512_castps_si512(x.v));
+  const __m512i bits = round_coarsely(x);
   const __m256i halves = _mm512_castsi512_si256(high_halves(bits, bits));
   if (n >= kLanes) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
@@ -180,8 +224,7 @@ GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
   }
 }
 GDN_INLINE void store_coarse_pair(BFloat16* p, Vec a, Vec b) {
-  _mm512_storeu_si512(p, high_halves(round_number_to_bfloat16(_mm512_castps_si512(a.v)),
-                                     round_number_to_bfloat16(_mm512_castps_si512(b.v))));
+  _mm512_storeu_si512(p, high_halves(round_coarsely(a), round_coarsely(b)));
 }
 GDN_INLINE void stream_pair(BFloat16* p, Vec a, Vec b) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), high_halves(round_to_bfloat16(a), round_to_bfloat16(b)));
@@ -202,18 +245,25 @@ GDN_INLINE Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NE
 // x * 2^n for integral n, rounded once.
 GDN_INLINE Vec scale_by_power_of_two(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 
-// 2^x within 2^-13.7 of it, for results that are stored with 8 bits. Infinite x has a fraction of 0.
-GDN_INLINE Vec coarse_exp2(Vec x) {
-  const __m512 f = _mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  __m512 p = _mm512_set1_ps(0.07802452147006989f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.22606715559959412f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6958335041999817f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.9999251961708069f));
-  return {_mm512_scalef_ps(p, x.v)};  // rounds x down itself
+// silu(x) from t = c x for results that are stored as bfloat16: within 2^-12.6 of it, where it is above 1e-36. With
+// c = -log2(e) / 2, x / (1 + exp(-x)) = t / (c + c 4^t), and t is finite wherever x is.
+constexpr float kCoarseSiluScale = -0x1.715476p-1f;
+// Step by step for all of them: one after the other, they would wait for their own results.
+template <int kCount>
+GDN_INLINE void coarse_silu(Vec (&t)[kCount]) {
+  __m512 f[kCount], p[kCount];
+  // t less the halves in it; 0 for infinite t.
+  for (int i = 0; i < kCount; ++i) f[i] = _mm512_reduce_ps(t[i].v, 0x10 | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  for (int i = 0; i < kCount; ++i) {
+    p[i] = _mm512_fmadd_ps(_mm512_set1_ps(-0.450262355f), f[i], _mm512_set1_ps(-0.65229192f));
+  }
+  for (int i = 0; i < kCount; ++i) p[i] = _mm512_fmadd_ps(p[i], f[i], _mm512_set1_ps(-1.00387553f));
+  for (int i = 0; i < kCount; ++i) p[i] = _mm512_fmadd_ps(p[i], f[i], _mm512_set1_ps(-0.721293551f));
+  // c 4^t: the exponent is rounded down by the instruction itself.
+  for (int i = 0; i < kCount; ++i) p[i] = _mm512_scalef_ps(p[i], _mm512_add_ps(t[i].v, t[i].v));
+  for (int i = 0; i < kCount; ++i) p[i] = _mm512_rcp14_ps(_mm512_add_ps(p[i], _mm512_set1_ps(kCoarseSiluScale)));
+  for (int i = 0; i < kCount; ++i) t[i] = {_mm512_mul_ps(t[i].v, p[i])};
 }
-
-// 1 / x within 2^-14 of it.
-GDN_INLINE Vec coarse_reciprocal(Vec x) { return {_mm512_rcp14_ps(x.v)}; }
 
 GDN_INLINE Mask less(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
 GDN_INLINE Mask either(Mask a, Mask b) { return {static_cast<__mmask16>(a.m | b.m)}; }

@@ -6,39 +6,34 @@
 namespace gdn::cpu::GDN_ISA {
 namespace {
 
-// 2^x within 2^-13.7 of it, for results that are stored with 8 bits.
-GDN_INLINE Vec coarse_exp2(Vec x) {
-  // Just past the thresholds of 0 and infinity. The order of the operands lets NaN through.
-  x = max(set1(-127.0f), min(set1(129.0f), x));
-  const Vec n = round(x);
-  const Vec f = sub(x, n);
-  Vec p = set1(0.05517166852951f);
-  p = fma(p, f, set1(0.24261112511158f));
-  p = fma(p, f, set1(0.69326096773147f));
-  p = fma(p, f, set1(0.99992805719376f));
-  return scale_by_power_of_two(p, n);
-}
-
-// The nearest bfloat16, ties to even, of values whose NaN came through canonical_nan or from bfloat16.
-GDN_INLINE Vec canonical_nan(Vec x) { return x; }
-GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
-  if (n >= kLanes) {
-    store(p, x);
-  } else {
-    store_n(p, x, n);
+// silu(x) from t = c x for results that are stored as bfloat16: within 2^-12.6 of it, where it is above 1e-36. With
+// c = log2(e) / 2, x / (1 + exp(-x)) = t / (c + (sqrt(c) 2^-t)^2), and t is finite wherever x is.
+constexpr float kCoarseSiluScale = 0x1.715476p-1f;
+// Step by step for all of them: one after the other, they would wait for their own results.
+template <int kCount>
+GDN_INLINE void coarse_silu(Vec (&t)[kCount]) {
+  const Vec shift = set1(12582912.0f);  // 1.5 * 2^23: of a sum with it, the last bits are an integer
+  Vec exponent[kCount], f[kCount], p[kCount];
+  for (int i = 0; i < kCount; ++i) {
+    // Beyond, the square is 0 or infinity. The order of the operands lets NaN through.
+    const Vec limited = max(set1(-126.0f), min(set1(126.0f), t[i]));
+    exponent[i] = sub(shift, limited);
+    f[i] = add(sub(exponent[i], shift), limited);
   }
-}
-template <class T>
-GDN_INLINE void store_coarse_pair(T* p, Vec a, Vec b) {
-  if constexpr (requires { store_pair(p, a, b); }) {
-    store_pair(p, a, b);
-  } else {
-    store(p, a);
-    store(p + kLanes, b);
+  for (int i = 0; i < kCount; ++i) p[i] = fma(set1(-0.0468585005f), f[i], set1(0.206054916f));
+  for (int i = 0; i < kCount; ++i) p[i] = fma(p[i], f[i], set1(-0.588801649f));
+  for (int i = 0; i < kCount; ++i) p[i] = fma(p[i], f[i], set1(0.849260692f));
+  for (int i = 0; i < kCount; ++i) {
+    const Vec root = add_exponent(p[i], exponent[i]);
+    t[i] = div(t[i], fma(root, root, set1(kCoarseSiluScale)));
   }
 }
 
-GDN_INLINE Vec coarse_reciprocal(Vec x) { return div(set1(1.0f), x); }
+// A NaN becomes the default one, others stay.
+GDN_INLINE Vec canonical_nan(Vec x) {
+  const Mask is_number = either(less(x, set1(1.0f)), less(zero(), x));
+  return select(is_number, x, set1(__builtin_nanf("")));
+}
 
 // Lane i of vector j is p[i * kCount + j].
 template <int kCount, class T>

@@ -20,6 +20,16 @@ GDN_INLINE void store_n(T* p, Vec x, std::int64_t n) {
   std::memcpy(p, buffer, static_cast<std::size_t>(n) * sizeof(T));
 }
 
+GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
+  BFloat16 buffer[kLanes];
+  store_coarse(n >= kLanes ? p : buffer, x);
+  if (n < kLanes) std::memcpy(p, buffer, static_cast<std::size_t>(n) * sizeof(BFloat16));
+}
+GDN_INLINE void store_coarse_pair(BFloat16* p, Vec a, Vec b) {
+  store_coarse(p, a);
+  store_coarse(p + kLanes, b);
+}
+
 // a . b in double precision, n a multiple of 16.
 GDN_INLINE double dot_double(const float* a, const float* b, std::int64_t n) {
   double sum[4] = {};

@@ -41,6 +41,11 @@ GDN_INLINE void store(BFloat16* p, Vec x) {
   vst1_u16(reinterpret_cast<std::uint16_t*>(p), vshrn_n_u32(vbslq_u32(is_number, rounded, quiet), 16));
 }
 
+// To nearest, ties away from zero; a NaN must have no bits in its low half.
+GDN_INLINE void store_coarse(BFloat16* p, Vec x) {
+  vst1_u16(reinterpret_cast<std::uint16_t*>(p), vaddhn_u32(vreinterpretq_u32_f32(x.v), vdupq_n_u32(0x8000)));
+}
+
 GDN_INLINE Vec load(const Float16* p) {
   const uint16x4_t bits = vld1_u16(reinterpret_cast<const std::uint16_t*>(p));
   return {vcvt_f32_f16(vreinterpret_f16_u16(bits))};
@@ -70,6 +75,12 @@ GDN_INLINE Vec scale_by_power_of_two(Vec x, Vec n) {
   const int32x4_t exponent = vcvtnq_s32_f32(n.v);
   const int32x4_t half = vshrq_n_s32(exponent, 1);
   return {vmulq_f32(vmulq_f32(x.v, power_of_two(half)), power_of_two(vsubq_s32(exponent, half)))};
+}
+
+// x * 2^n for the n that the last bits of `exponent` are.
+GDN_INLINE Vec add_exponent(Vec x, Vec exponent) {
+  const uint32x4_t shifted = vshlq_n_u32(vreinterpretq_u32_f32(exponent.v), 23);
+  return {vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(x.v), shifted))};
 }
 
 GDN_INLINE Mask less(Vec a, Vec b) { return {vcltq_f32(a.v, b.v)}; }

@@ -37,6 +37,11 @@ GDN_INLINE void store(T* p, Vec x) {
   for (std::int64_t i = 0; i < kLanes; ++i) p[i] = from_float<T>(x.v[i]);
 }
 
+// To nearest, ties away from zero; a NaN must have no bits in its low half.
+GDN_INLINE void store_coarse(BFloat16* p, Vec x) {
+  for (std::int64_t i = 0; i < kLanes; ++i) p[i].bits = static_cast<std::uint16_t>((bits_of(x.v[i]) + 0x8000u) >> 16);
+}
+
 GDN_INLINE void stream(float* p, Vec x) { store(p, x); }
 
 GDN_INLINE Vec add(Vec a, Vec b) { GDN_LANEWISE(Vec, out.v[i] = a.v[i] + b.v[i]); }
@@ -63,6 +68,11 @@ GDN_INLINE float scale_by_power_of_two(float x, float n) {
 }
 GDN_INLINE Vec scale_by_power_of_two(Vec x, Vec n) {
   GDN_LANEWISE(Vec, out.v[i] = scale_by_power_of_two(x.v[i], n.v[i]));
+}
+
+// x * 2^n for the n that the last bits of `exponent` are.
+GDN_INLINE Vec add_exponent(Vec x, Vec exponent) {
+  GDN_LANEWISE(Vec, out.v[i] = float_of(bits_of(x.v[i]) + (bits_of(exponent.v[i]) << 23)));
 }
 
 GDN_INLINE Mask less(Vec a, Vec b) { GDN_LANEWISE(Mask, out.m[i] = a.v[i] < b.v[i]); }

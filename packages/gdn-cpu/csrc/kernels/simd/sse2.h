@@ -51,6 +51,13 @@ GDN_INLINE void store(BFloat16* p, Vec x) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(high, high));
 }
 
+// To nearest, ties away from zero; a NaN must have no bits in its low half.
+GDN_INLINE void store_coarse(BFloat16* p, Vec x) {
+  const __m128i rounded = _mm_add_epi32(_mm_castps_si128(x.v), _mm_set1_epi32(0x8000));
+  const __m128i high = _mm_srai_epi32(rounded, 16);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(high, high));
+}
+
 // Out of line: the conversions are long, and used in many places.
 __attribute__((noinline)) Vec load(const Float16* p) {
   return {_mm_setr_ps(to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3]))};
@@ -84,6 +91,12 @@ GDN_INLINE Vec scale_by_power_of_two(Vec x, Vec n) {
   const __m128i half = _mm_srai_epi32(exponent, 1);
   const __m128 scaled = _mm_mul_ps(x.v, power_of_two(half));
   return {_mm_mul_ps(scaled, power_of_two(_mm_sub_epi32(exponent, half)))};
+}
+
+// x * 2^n for the n that the last bits of `exponent` are.
+GDN_INLINE Vec add_exponent(Vec x, Vec exponent) {
+  const __m128i shifted = _mm_slli_epi32(_mm_castps_si128(exponent.v), 23);
+  return {_mm_castsi128_ps(_mm_add_epi32(_mm_castps_si128(x.v), shifted))};
 }
 
 GDN_INLINE Mask less(Vec a, Vec b) { return {_mm_cmplt_ps(a.v, b.v)}; }
