@@ -112,7 +112,7 @@ def all_logits(engine, text, judge):
 
     def forward(batch):
         result = original(batch)
-        kept.append(result[1])
+        kept.append(judge.head(result[0]))
         return result
 
     judge.forward = forward
@@ -135,7 +135,7 @@ def test_a_stop_token_ends_a_request_where_it_stands(plain):
     generated = plain[0][0]
     stop = generated[7]
     engine = Engine(Target(S=4), PromptLookup(least=1), exact=True)
-    request = engine.add(PROMPTS[0], 40, stop_token=stop)
+    request = engine.add(PROMPTS[0], 40, stop_tokens=[stop])
     engine.run()
     assert request.generated == generated[: generated.index(stop) + 1]
 

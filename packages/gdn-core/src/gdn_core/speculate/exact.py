@@ -20,13 +20,14 @@ from torch.overrides import TorchFunctionMode
 _BY_TOKEN: frozenset[Callable[..., Any]] = frozenset(
     (
         F.linear, F.silu, F.gelu, F.softplus, F.layer_norm, F.rms_norm, F.sigmoid, F.tanh, torch.sigmoid, torch.tanh,
-        torch.exp, Tensor.sigmoid, Tensor.tanh, Tensor.exp,
+        F.softmax, torch.exp, torch.cos, torch.sin, torch.rsqrt, Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.cos,
+        Tensor.sin, Tensor.mean, torch.mean, Tensor.softmax, torch.softmax,
     )
 )  # fmt: skip
 
 
 class row_by_row(TorchFunctionMode):
-    """Run linear layers, norms and activation functions token by token inside a ``with`` block.
+    """Run linear layers, norms, activation functions and attention token by token inside a ``with`` block.
 
     Slow, and the same bits for a token whatever else is in the batch: how speculation is shown to be lossless.
 
@@ -47,8 +48,34 @@ class row_by_row(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
         if function not in _BY_TOKEN or not args or args[0].dim() < 2 or args[0].numel() == 0:
             return function(*args, **kwargs)
         x = args[0]
         rows = [function(row[None].clone(), *args[1:], **kwargs) for row in x.reshape(-1, x.shape[-1])]
         return torch.cat(rows).unflatten(0, x.shape[:-1])
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend with each query [..., 1, D] alone to the keys that it sees, wherever they lie."""
+    outputs = []
+    for i in range(query.shape[-2]):
+        seen = slice(0, i + 1) if is_causal else slice(None)
+        if attn_mask is not None:
+            seen = attn_mask[0, 0, i % attn_mask.shape[-2]].nonzero()[:, 0]
+        keys, values = key[:, :, seen].contiguous().clone(), value[:, :, seen].contiguous().clone()
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        outputs.append(
+            F.scaled_dot_product_attention(query[:, :, i : i + 1].clone(), keys, values, dropout_p=dropout_p, **options)
+        )
+    return torch.cat(outputs, dim=-2)
