@@ -25,9 +25,12 @@ _BY_TOKEN: frozenset[Callable[..., Any]] = frozenset(
     )
 )  # fmt: skip
 
+# Of tokens sorted by expert, each expert's with its own matrix.
+_BY_EXPERT = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
+
 
 class row_by_row(TorchFunctionMode):
-    """Run linear layers, norms, activation functions and attention token by token inside a ``with`` block.
+    """Run linear layers, experts, norms, activation functions and attention token by token in a ``with`` block.
 
     Slow, and the same bits for a token whatever else is in the batch: how speculation is shown to be lossless.
 
@@ -50,6 +53,8 @@ class row_by_row(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
+        if function in _BY_EXPERT:
+            return _grouped(*args, **kwargs)
         if function not in _BY_TOKEN or not args or args[0].dim() < 2 or args[0].numel() == 0:
             return function(*args, **kwargs)
         x = args[0]
@@ -74,8 +79,21 @@ def _attention(
         if attn_mask is not None:
             seen = attn_mask[0, 0, i % attn_mask.shape[-2]].nonzero()[:, 0]
         keys, values = key[:, :, seen].contiguous().clone(), value[:, :, seen].contiguous().clone()
-        options = {"scale": scale, "enable_gqa": enable_gqa}
         outputs.append(
-            F.scaled_dot_product_attention(query[:, :, i : i + 1].clone(), keys, values, dropout_p=dropout_p, **options)
+            F.scaled_dot_product_attention(
+                query[:, :, i : i + 1].clone(), keys, values, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
+            )
         )
     return torch.cat(outputs, dim=-2)
+
+
+def _grouped(x: Tensor, matrices: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
+    """Multiply each of the rows x [n, K] before offs[e] with matrices [E, K, N] of expert e."""
+    if offs is None or x.dim() != 2 or matrices.dim() != 3:
+        raise NotImplementedError(f"row_by_row: a grouped product of {tuple(x.shape)} and {tuple(matrices.shape)}")
+    result, start = x.new_zeros(len(x), matrices.shape[2]), 0
+    for matrix, end in zip(matrices, offs.tolist(), strict=True):
+        for i in range(start, end):
+            result[i] = (x[i : i + 1].clone() @ matrix)[0]
+        start = end
+    return result

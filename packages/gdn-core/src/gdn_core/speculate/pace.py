@@ -31,8 +31,8 @@ class Pace:
         """Say whether the next pass may have drafts."""
         return self._left == 0
 
-    def passed(self, num_drafts: int, new_tokens: int, seconds: float) -> None:
-        """Take note of a pass for one request."""
+    def passed(self, num_drafts: int, new_tokens: float, seconds: float) -> None:
+        """Take note of a pass over decoding requests: drafts of all, new tokens of one on average."""
         if num_drafts == 0:
             self.plain_seconds = _blend(self.plain_seconds, seconds)
             self._left = max(0, self._left - 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -54,7 +55,7 @@ class TransformersTarget:
         _check(model)
         self.model = model
         layers: list[Any] = gated_delta_net_layers(model)
-        self.caches = [_state_cache(layer, num_slots, S, replay and S > 1) for layer in layers]
+        self.caches: Sequence[GDNStateCache] = [_state_cache(layer, num_slots, S, replay and S > 1) for layer in layers]
         entries = importlib.import_module("gdn_core.integrations.transformers.cache_entries")
         self._states = [
             entries.GDNStates(_params(layer), cache) for layer, cache in zip(layers, self.caches, strict=True)
@@ -66,13 +67,10 @@ class TransformersTarget:
             [by_index.get(index, context) for index, context in enumerate(self._contexts)]
         )
 
-    @torch.inference_mode()
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states [T, hidden], and logits [n, vocabulary] of the tokens that the batch needs them of."""
-        if not is_held(self.model):
-            with patched(self.model):
-                return self._run(batch)
-        return self._run(batch)
+        with torch.inference_mode(), nullcontext() if is_held(self.model) else patched(self.model):
+            return self._run(batch)
 
     def _run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         spans = _spans(batch)
@@ -104,7 +102,7 @@ def _spans(batch: Batch) -> list[Span]:
 
 def _mask(spans: Sequence[Span], device: torch.device) -> torch.Tensor | None:
     """Return which keys each token sees, bool [1, 1, T, keys of all rows]; None where attention knows by itself."""
-    slot, start, end, position = spans[0]
+    _, start, end, position = spans[0]
     if len(spans) == 1 and (end - start == 1 or position == 0):
         return None
     tokens, keys = spans[-1][2], sum(end - start + position for _, start, end, position in spans)
@@ -112,9 +110,9 @@ def _mask(spans: Sequence[Span], device: torch.device) -> torch.Tensor | None:
     first = 0
     for _, start, end, position in spans:
         length = end - start + position
-        mask[start:end, first : first + length] = torch.ones(
-            end - start, length, dtype=torch.bool, device=device
-        ).tril(position)
+        mask[start:end, first : first + length] = torch.ones(end - start, length, dtype=torch.bool, device=device).tril(
+            position
+        )
         first += length
     return mask[None, None]
 
