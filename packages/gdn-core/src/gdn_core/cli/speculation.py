@@ -158,8 +158,8 @@ def verdict(plain: Run, speculative: Run, exact: torch.Tensor | None, dtype: tor
         return False, "FAILED: with --exact the tokens must be equal."
     step, gap, rounding = explains_difference(plain.tokens, speculative.tokens, plain.logits, exact, dtype)
     text = (
-        f"Greedy tokens: {step} of {len(plain.tokens)} equal before the first difference, where the two best logits are "
-        f"{gap:.3g} apart and rounding explains up to {rounding:.3g}."
+        f"Greedy tokens: {step} of {len(plain.tokens)} equal before the first difference, where the two best logits "
+        f"are {gap:.3g} apart and rounding explains up to {rounding:.3g}."
     )
     return gap <= rounding, text if gap <= rounding else f"{text}\nFAILED: rounding does not explain where they part."
 

@@ -73,15 +73,18 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attend with each query [..., 1, D] alone to the keys that it sees, wherever they lie."""
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     outputs = []
     for i in range(query.shape[-2]):
-        seen = slice(0, i + 1) if is_causal else slice(None)
+        seen: slice | Tensor = slice(0, i + 1) if is_causal else slice(None)
         if attn_mask is not None:
             seen = attn_mask[0, 0, i % attn_mask.shape[-2]].nonzero()[:, 0]
         keys, values = key[:, :, seen].contiguous().clone(), value[:, :, seen].contiguous().clone()
         outputs.append(
             F.scaled_dot_product_attention(
-                query[:, :, i : i + 1].clone(), keys, values, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
+                query[:, :, i : i + 1].clone(), keys, values, dropout_p=dropout_p, scale=scale
             )
         )
     return torch.cat(outputs, dim=-2)
