@@ -61,7 +61,7 @@ class Target(nn.Module):
                 x = x + 3 * mixer(normed, batch)
             x = x + mlp(F.rms_norm(x, (HIDDEN,)))
         x = F.rms_norm(x, (HIDDEN,))
-        return x, self.head(x)
+        return x, self.head(x[batch.needed])
 
 
 class BlockDrafter(nn.Module):

@@ -231,6 +231,15 @@ def cuda_as(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     monkeypatch.setitem(_registry.loaded(), "cuda", backend)
 
 
+def test_verify_keeps_names_whole_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["verify", "replay"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert {"fused_gdn_decode_post_conv_mtp_replay", "fused_sigmoid_gating_delta_rule_update_replay"} <= set(lines)
+
+
 def test_verify_says_what_it_did_not_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     for changes, line in (

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import gdn_core
-from gdn_core.cli import CommandError, demo, demo_model, main, models
-from gdn_core.cli.demo_compare import compare
+from gdn_core.cli import CommandError, demo, demo_model, main, models, timing
+from gdn_core.cli.demo_compare import compare, explains_difference
 
 transformers = pytest.importorskip("transformers")
 integration = importlib.import_module("gdn_core.integrations.transformers")
@@ -64,6 +64,42 @@ def test_demo_in_float32_gives_equal_tokens(tmp_path: Path, capsys: pytest.Captu
     assert all(report["gdn"][phase]["core_ms"] > 0 for phase in ("prefill", "decode"))
     text = capsys.readouterr().out
     assert "Greedy tokens: 6 of 6 equal" in text and "prefill, tokens/s" in text
+
+
+def test_demo_shows_what_drafts_bring(tmp_path: Path, capsys: pytest.CaptureFixture[str], cpu_backend: None) -> None:
+    path = tmp_path / "demo.json"
+    argv = ("--dtype", "float32", "--speculate", "--new-tokens", "60", "--json", str(path))
+    assert demo.run(arguments(*argv), SHAPE) == 0
+    repeating, other = json.loads(path.read_text())["speculation"]
+    assert repeating["text"] == "repeats the prompt" and repeating["steps"] == other["steps"] == 59
+    assert repeating["passes"] < 50 and repeating["accepted"] > 10
+    assert other["passes"] > 50
+    text = capsys.readouterr().out
+    assert "steps saved" in text and "does not" in text
+
+
+def test_a_figure_taken_beside_others_is_marked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timing.Others, "disturb", True)
+    assert demo.run(arguments("--dtype", "float32"), SHAPE) == 0
+    text = capsys.readouterr().out
+    assert text.count("~ ") == 19 and "run again on an idle machine" in text
+    monkeypatch.setattr(timing.Others, "disturb", False)
+    assert demo.run(arguments("--dtype", "float32"), SHAPE) == 0
+    assert "~" not in capsys.readouterr().out
+
+
+def test_others_are_seen_and_this_process_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with timing.Others() as others:
+        pass
+    assert others.cores == 0.0
+    busy = iter([100.0, 100.4])
+    monkeypatch.setattr(timing, "_busy_elsewhere", lambda: next(busy))
+    monkeypatch.setattr(timing, "perf_counter", iter([5.0, 7.0]).__next__)
+    with timing.Others() as others:
+        pass
+    assert others.cores == pytest.approx(0.2) and others.disturb
 
 
 def test_demo_in_bfloat16(tmp_path: Path) -> None:
@@ -148,3 +184,13 @@ def test_comparison() -> None:
     assert compare([1, 0], [1, 2], before, far, exact, torch.bfloat16).passed
     same = compare([1, 0], [1, 0], before, before, None, torch.float32)
     assert same.passed and same.equal_tokens == 2 and same.logit_difference == 0
+
+
+def test_a_difference_is_explained_by_rounding_or_not() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.0], [3.0, 1.0, 2.99]])
+    assert explains_difference([1, 0], [1, 0], logits, None, torch.bfloat16)[0] is None
+    step, gap, rounding = explains_difference([1, 0], [1, 2], logits, None, torch.bfloat16)
+    assert step == 1 and gap == pytest.approx(0.01) and gap < rounding < 0.1
+    assert explains_difference([1, 0], [0, 0], logits, None, torch.bfloat16) == (0, 1.0, pytest.approx(2 * 2**-6))
+    exact = logits + torch.tensor([0.6, 0.0, 0.0])
+    assert explains_difference([1, 0], [0, 0], logits, exact, torch.bfloat16)[2] == pytest.approx(1.2)

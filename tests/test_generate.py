@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gdn_core
-from gdn_core.cli import demo_model, main
+from gdn_core.cli import demo_model, main, speculation
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,6 +62,56 @@ def test_a_temperature_draws_by_the_seed(checkpoint: str, capsys: pytest.Capture
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("drafter", ["lookup", "model"])
+def test_speculation_streams_the_same_text(
+    checkpoint: str, drafter: str, cpu_backend: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--dtype", "float32", "--max-new-tokens", "30", "--prompt", "some words, some words, some"]
+    assert main(["generate", checkpoint, *options]) == 0
+    expected = capsys.readouterr().out
+    draft = ["--draft", checkpoint] if drafter == "model" else []
+    assert main(["generate", checkpoint, *options, "--speculate", "--exact", *draft]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == expected
+    assert "30 tokens after a prompt of 28, prompt " in printed.err and "drafts right" in printed.err
+
+
+def test_speculation_with_a_temperature_draws_by_the_seed(
+    checkpoint: str, cpu_backend: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        argv = ["--temperature", "1.5", "--seed", seed, "--max-new-tokens", "12", "--speculate", "--exact"]
+        assert main(["generate", checkpoint, *argv]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("exact", [[], ["--exact"]], ids=["fast", "exact"])
+def test_compare_of_speculation_shows_a_table(
+    checkpoint: str, exact: list[str], cpu_backend: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--compare", "--speculate", *exact, "--max-new-tokens", "9", "--prompt", "some words", "--dtype", "float32"]
+    assert main(["generate", checkpoint, *argv]) == 0
+    text = capsys.readouterr().out
+    assert "steps saved" in text and "Greedy tokens: 9 of 9 equal." in text
+
+
+def test_compare_of_speculation_fails_on_other_tokens() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.0], [3.0, 1.0, 2.99]])
+    near, far = (speculation.Run(tokens, 1.0, 2) for tokens in ([1, 2], [0, 0]))
+    plain = speculation.Run([1, 0], 1.0, 2, logits=logits)
+    assert speculation.verdict(plain, near, None, torch.bfloat16)[0]
+    passed, text = speculation.verdict(plain, far, None, torch.bfloat16)
+    assert not passed and "rounding does not explain" in text
+    assert not speculation.verdict(plain, near, None, torch.float32)[0]
+    plain.logits = None
+    assert speculation.verdict(plain, near, None, torch.bfloat16) == (
+        False,
+        "FAILED: with --exact the tokens must be equal.",
+    )
+
+
 def test_compare_shows_a_table(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--compare", "--dtype", "float32", "--max-new-tokens", "5", "--prompt", "some words"]
     assert main(["generate", checkpoint, *argv]) == 0
@@ -69,8 +119,9 @@ def test_compare_shows_a_table(checkpoint: str, capsys: pytest.CaptureFixture[st
     assert "Greedy tokens: 5 of 5 equal" in text and "prefill, tokens/s" in text and "prompt 10 tokens" in text
 
 
+@pytest.mark.parametrize("speculate", [[], ["--speculate"]], ids=["", "speculative"])
 def test_an_interrupt_ends_it_cleanly(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: str, speculate: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put, count = transformers.TextStreamer.put, []
 
@@ -81,7 +132,7 @@ def test_an_interrupt_ends_it_cleanly(
         put(self, value)
 
     monkeypatch.setattr(transformers.TextStreamer, "put", interrupted)
-    assert main(["generate", checkpoint, "--max-new-tokens", "50"]) == 130
+    assert main(["generate", checkpoint, "--max-new-tokens", "50", *speculate]) == 130
     printed = capsys.readouterr()
     assert printed.out.endswith("\n") and printed.err.splitlines()[-1].endswith("interrupted")
 
@@ -101,6 +152,8 @@ def test_errors_say_what_to_do(
     (tmp_path / "empty").mkdir()
     assert "must hold config.json, the weights" in message("generate", str(tmp_path / "empty"))
     assert "leave out --temperature" in message("generate", checkpoint, "--compare", "--temperature", "1")
+    assert "--draft: only with --speculate" in message("generate", checkpoint, "--draft", checkpoint)
+    assert "--exact: only with --speculate" in message("generate", checkpoint, "--exact")
     assert "give a text" in message("generate", checkpoint, "--prompt", "")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     assert 'pip install "gdn-core[transformers]"' in message("generate", checkpoint)

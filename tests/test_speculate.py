@@ -8,7 +8,7 @@ import torch
 
 import gdn_core
 from contract_calls import same_bits
-from gdn_core.speculate import ContextCache, Engine, PromptLookup, row_by_row
+from gdn_core.speculate import ContextCache, Engine, Pace, PromptLookup, TemperatureSampler, row_by_row
 from speculate_models import VOCABULARY, BlockDrafter, Target, Told
 
 PROMPTS = [(3, 1, 4, 1, 5), (2, 0), tuple(i * i % 5 for i in range(150)), (5,), (1, 2, 3) * 5]
@@ -112,7 +112,7 @@ def all_logits(engine, text, judge):
 
     def forward(batch):
         result = original(batch)
-        kept.append(result[1])
+        kept.append(judge.head(result[0]))
         return result
 
     judge.forward = forward
@@ -135,7 +135,7 @@ def test_a_stop_token_ends_a_request_where_it_stands(plain):
     generated = plain[0][0]
     stop = generated[7]
     engine = Engine(Target(S=4), PromptLookup(least=1), exact=True)
-    request = engine.add(PROMPTS[0], 40, stop_token=stop)
+    request = engine.add(PROMPTS[0], 40, stop_tokens=[stop])
     engine.run()
     assert request.generated == generated[: generated.index(stop) + 1]
 
@@ -180,6 +180,135 @@ def test_a_drafter_that_proposes_too_much_is_named():
         engine.run()
 
 
+# --- a temperature ----------------------------------------------------------------------------------------------------
+
+
+class Markov:
+    """A target whose next token depends on the last one alone, by a table of logits."""
+
+    def __init__(self, table, columns):
+        self.table = table
+        self.caches = [gdn_core.GDNStateCache(8, 1, 1, 2, 2, torch.float32, S=columns, replay=columns > 1)]
+
+    def __call__(self, batch):
+        return batch.tokens[:, None].float(), self.table[batch.tokens[batch.needed]]
+
+
+class Always:
+    """Proposes the same tokens, whatever the text."""
+
+    def __init__(self, *drafts):
+        self.drafts = list(drafts)
+
+    def start(self, slot):
+        pass
+
+    def extend(self, slot, tokens, hidden_states):
+        pass
+
+    def rollback(self, slot, num_tokens):
+        pass
+
+    def propose(self, slots, last_tokens, limits):
+        return [self.drafts[:limit] for limit in limits]
+
+
+TABLE = torch.tensor([[1.0, 0.3, -0.5, 0.0], [0.0, 1.5, 0.2, -1.0], [0.5, -0.7, 0.1, 0.9], [2.0, 0.0, 0.0, -0.3]])
+# What a chi-square statistic of 63 degrees of freedom exceeds once in ten thousand.
+CHI_SQUARE_63 = 113.5
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("drafts", [(0, 0, 0), (3, 1, 2), (2, 0)], ids=str)
+def test_drafts_leave_the_distribution_as_it_is(temperature, drafts):
+    """Frequencies of all texts of 3 tokens against their probabilities."""
+    count = 3000
+    engine = Engine(Markov(TABLE, 4), Always(*drafts), max_rows=7)
+    requests = [engine.add([1], 3, temperature=temperature, seed=seed) for seed in range(count)]
+    engine.run()
+    assert 0 < sum(r.num_accepted for r in requests) < sum(r.num_drafted for r in requests)
+    p = (TABLE.double() / temperature).softmax(-1)
+    expected = count * torch.einsum("a,ab,bc->abc", p[1], p, p)
+    observed = torch.zeros_like(expected)
+    for request in requests:
+        observed[tuple(request.generated)] += 1
+    assert float(((observed - expected) ** 2 / expected).sum()) < CHI_SQUARE_63
+
+
+@pytest.mark.parametrize("form", CACHES)
+def test_with_a_temperature_too_speculation_draws_the_very_tokens_of_plain_decoding(form):
+    def texts(target, drafter):
+        engine = Engine(target, drafter, max_rows=3, prefill_tokens=64, exact=True)
+        settings = zip(PROMPTS, LENGTHS, (0.5, 1.0, 0.0, 2.0, 1.0), strict=True)
+        requests = [engine.add(p, n, temperature=t, seed=len(p)) for p, n, t in settings]
+        engine.run()
+        return [request.generated for request in requests], engine.num_passes
+
+    plain, _ = texts(Target(), None)
+    drafted, passes = texts(Target(**CACHES[form]), Told([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)]))
+    assert drafted == plain and passes < sum(LENGTHS) / 2
+    assert len({tuple(text[:10]) for text in plain}) > 3
+
+
+def test_a_sampler_has_one_number_a_place():
+    logits = torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
+    whole = TemperatureSampler(0.8, seed=4)(logits, 0)
+    sampler = TemperatureSampler(0.8, seed=4)
+    assert [sampler(logits[i : i + 1], i)[0] for i in range(400)] == whole
+    assert sampler(logits[37:90], 37) == whole[37:90]
+    assert TemperatureSampler(0.8, seed=5)(logits, 0) != whole
+    assert TemperatureSampler(1e-3)(logits, 0) == logits.argmax(-1).tolist()
+    impossible = torch.tensor([[float("-inf"), 0.0, float("-inf")]]).expand(200, -1)
+    assert set(TemperatureSampler(1.0)(impossible, 0)) == {1}
+    for temperature in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="temperature"):
+            TemperatureSampler(temperature)
+
+
+# --- when drafts are worth it -----------------------------------------------------------------------------------------
+
+
+def passes(pace, count, tokens, plain=1.0, drafting=1.3):
+    """Decode for `count` passes where drafts bring `tokens`; return the seconds, and tokens made in them."""
+    seconds = made = 0.0
+    for _ in range(count):
+        is_drafting = pace.drafts
+        took, new = (drafting, tokens) if is_drafting else (plain, 1)
+        pace.passed(7 * is_drafting, new, took)
+        seconds, made = seconds + took, made + new
+    return seconds, made
+
+
+@pytest.mark.parametrize("drafting", [1.3, 2.0, 3.0])
+def test_drafts_that_do_not_pay_cost_little(drafting):
+    seconds, made = passes(Pace(), 400, 1, drafting=drafting)
+    assert made / seconds > 0.95
+
+
+def test_drafts_that_pay_go_on_and_come_back():
+    pace = Pace()
+    seconds, made = passes(pace, 100, 4)
+    assert made / seconds > 2.9
+    passes(pace, 100, 1)
+    assert not pace.drafts
+    seconds, made = passes(pace, 300, 4)
+    assert pace.drafts and made / seconds > 2
+
+
+def test_an_engine_drafts_as_its_pace_says():
+    class Never(Pace):
+        drafts = False
+
+    engine = Engine(Target(S=4), PromptLookup(least=1), pace=Never())
+    request = engine.add(PROMPTS[0], 20)
+    engine.run()
+    assert request.num_drafted == 0 and engine.num_passes == 20 and engine._pace.plain_seconds > 0
+    engine = Engine(Target(S=4), PromptLookup(least=1), pace=Pace())
+    request = engine.add(PROMPTS[0], 20)
+    engine.run()
+    assert request.num_drafted > 0
+
+
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +322,39 @@ def test_row_by_row_gives_the_bits_of_one_row():
             for j in range(7):
                 assert same_bits(together[i, j], model(x[i, j : j + 1])[0])
     torch.testing.assert_close(together, model(x))
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"mask": True}, {}], ids=["causal", "mask", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_by_row_attention_gives_the_bits_of_one_query(options, dtype):
+    attention = torch.nn.functional.scaled_dot_product_attention
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 9, 24, generator=generator).to(dtype)
+    mask = None
+    if "mask" in options:
+        mask = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
+        options = {"attn_mask": mask}
+    is_causal = mask is not None or options.get("is_causal", False)
+    with row_by_row():
+        together = attention(q, k, v, **options)
+        for i in range(9):
+            seen = slice(0, i + 1) if is_causal else slice(None)
+            alone = attention(q[:, :, i : i + 1], k[:, :, seen], v[:, :, seen])
+            assert same_bits(together[:, :, i], alone[:, :, 0])
+    torch.testing.assert_close(together, attention(q, k, v, **options))
+
+
+def test_row_by_row_gives_experts_the_bits_of_one_token():
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("torch has no grouped product")
+    generator = torch.Generator().manual_seed(0)
+    x, matrices = (torch.randn(*size, generator=generator).bfloat16() for size in ((6, 32), (3, 32, 16)))
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    with row_by_row():
+        together = torch._grouped_mm(x, matrices, offs=offs)
+        alone = torch._grouped_mm(x[3:4], matrices, offs=torch.tensor([0, 0, 1], dtype=torch.int32))
+    assert same_bits(together[3], alone[0])
+    torch.testing.assert_close(together[:5], torch._grouped_mm(x, matrices, offs=offs)[:5])
 
 
 def test_a_context_cache_is_the_list_it_stands_for():

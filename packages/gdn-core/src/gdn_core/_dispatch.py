@@ -248,6 +248,25 @@ def is_traced() -> bool:
     return bool(_num_dispatch_modes()) or _tracing_state() is not None or _functorch_level() is not None
 
 
+def eager_kernels() -> dict[str, Kernel]:
+    """Return the native kernels that calls of plain CPU tensors go to now; none while something has to see the calls.
+
+    For code that calls them one after the other, with arguments that it has checked: what :func:`run` would find out
+    anew at every call holds for all of them. Who writes to tensors this way says so with :func:`mark_written`.
+    """
+    if _recorders or is_traced():
+        return {}
+    here = _forced_here.get()
+    table = _fast.get(_default if here is None else here)
+    return _fast_table() if table is None else table
+
+
+def mark_written(tensors: list[torch.Tensor]) -> None:
+    """Tell autograd that a kernel has written to tensors."""
+    if not _inference_mode():
+        _increment_version(tensors)
+
+
 def _is_subclass(value: object) -> bool:
     return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
 

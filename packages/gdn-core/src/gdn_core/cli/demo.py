@@ -25,11 +25,12 @@ import gdn_core
 from gdn_core.integrations import transformers as integration
 
 from .. import _registry
-from . import CommandError, demo_model, models, output
+from . import CommandError, demo_model, models, output, speculation
 from .demo_compare import Comparison, compare
 from .demo_generate import DECODE, PHASES, PREFILL, Calls, Generation, count_calls, follow, follow_at_once, generate
 from .timing import torch_threads
 
+_UNSTEADY = "~ unsteady: the cores are shared with something else; run again on an idle machine"
 SHAPES = {"small": demo_model.Shape(), "0.8b": demo_model.FULL}
 
 
@@ -46,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=output.positive, metavar="N", help="default: torch's own choice")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random weights (default: 0)")
+    parser.add_argument(
+        "--speculate",
+        action="store_true",
+        help="also decode with drafts, along a text that repeats and one that does not",
+    )
     parser.add_argument("--json", metavar="FILE", help='also write the results as JSON ("-": to stdout)')
 
 
@@ -70,6 +76,7 @@ class _Results:
     calls: dict[str, Calls]
     comparison: Comparison
     text: str
+    speculation: list[speculation.Row]
 
 
 def _run(args: argparse.Namespace, shape: demo_model.Shape) -> int:
@@ -79,7 +86,10 @@ def _run(args: argparse.Namespace, shape: demo_model.Shape) -> int:
     logger.addHandler(notes)
     logger.setLevel(logging.INFO)
     try:
-        with tempfile.TemporaryDirectory(prefix="gdn-demo-") as directory, output.steps(2 * args.rounds + 6) as steps:
+        with (
+            tempfile.TemporaryDirectory(prefix="gdn-demo-") as directory,
+            output.steps(2 * args.rounds + 6 + args.speculate) as steps,
+        ):
             results = _measure(args, shape, Path(directory), steps)
     finally:
         logger.removeHandler(notes)
@@ -90,6 +100,7 @@ def _run(args: argparse.Namespace, shape: demo_model.Shape) -> int:
     if args.json:
         report: dict[str, Any] = {"model": results.description, "transformers": _figures(results.before, args)}
         report |= {"gdn": _figures(results.after, args), "operations": _operations(results.calls)}
+        report |= {"speculation": [row.as_json() for row in results.speculation]}
         report |= {"comparison": asdict(results.comparison), "notes": notes.lines, "passed": passed}
         output.write_json(args.json, report)
     return 0 if passed else 1
@@ -134,8 +145,15 @@ def _measure(args: argparse.Namespace, shape: demo_model.Shape, directory: Path,
         steps.step(f"round {number} of {args.rounds}", "with gdn")
         with integration.patched():
             after.append(generate(model, layers, ids, args.new_tokens))
+    rows = []
+    if args.speculate:
+        steps.step("speculating")
+        rows = [
+            speculation.measure(name, model, ids, text, args.rounds)
+            for name, text in demo_model.continuations(ids, args.new_tokens).items()
+        ]
     comparison = _compare(model, ids, before[0], after[0], dtype, steps)
-    return _Results(description, before, after, calls, comparison, tokenizer.decode(after[0].tokens))
+    return _Results(description, before, after, calls, comparison, tokenizer.decode(after[0].tokens), rows)
 
 
 def _prompt(args: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
@@ -184,7 +202,12 @@ def _operations_called(calls: dict[str, Calls]) -> list[tuple[str, str]]:
 def _show(args: argparse.Namespace, results: _Results, misplaced: Sequence[str], notes: _Notes) -> None:
     console = output.console_for(args.json)
     console.print(f"\n{results.description}\n", markup=False)
-    console.print(_timing_table(_figures(results.before, args), _figures(results.after, args)))
+    unsteady = [any(run.is_unsteady for run in runs) for runs in (results.before, results.after)]
+    console.print(_timing_table(_figures(results.before, args), _figures(results.after, args), unsteady))
+    if results.speculation:
+        console.print(speculation.table("Decode with drafts from the text, along a given text", results.speculation))
+    if any(unsteady) or any(row.is_unsteady for row in results.speculation):
+        console.print(_UNSTEADY, style="yellow")
     console.print(_operations_table(results.calls, misplaced))
     console.print(_verdict(results.comparison, models.DTYPES[args.dtype]), markup=False)
     if args.model is not None:
@@ -232,17 +255,23 @@ def _operations(calls: dict[str, Calls]) -> list[dict[str, Any]]:
     ]
 
 
-def _timing_table(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> Table:
+def _timing_table(
+    before: dict[str, dict[str, float]], after: dict[str, dict[str, float]], unsteady: Sequence[bool]
+) -> Table:
     columns = ("transformers", "with gdn", "gain")
     table = output.table("Time", "", *columns, right=columns)
+    marks = ["~ " * is_unsteady for is_unsteady in unsteady]
+
+    def add(name: str, digits: int, values: Sequence[float], gain: float) -> None:
+        cells = (f"{mark}{value:.{digits}f}" for mark, value in zip(marks, values, strict=True))
+        table.add_row(name, *cells, f"{max(marks)}{gain:.2f} x")
+
     for phase, unit in ((PREFILL, "ms"), (DECODE, "ms a token")):
         a, b = before[phase], after[phase]
-        speeds = (a["tokens_per_second"], b["tokens_per_second"])
-        table.add_row(f"{phase}, tokens/s", *(f"{speed:.1f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f} x")
-        whole = (a["step_ms"], b["step_ms"])
-        table.add_row(f"{phase}, {unit}", *(f"{ms:.2f}" for ms in whole), f"{whole[0] / whole[1]:.2f} x")
-        core = (a["core_ms"], b["core_ms"])
-        table.add_row("  of it in the GDN core", *(f"{ms:.2f}" for ms in core), f"{core[0] / core[1]:.2f} x")
+        speeds, whole, core = ((a[name], b[name]) for name in ("tokens_per_second", "step_ms", "core_ms"))
+        add(f"{phase}, tokens/s", 1, speeds, speeds[1] / speeds[0])
+        add(f"{phase}, {unit}", 2, whole, whole[0] / whole[1])
+        add("  of it in the GDN core", 2, core, core[0] / core[1])
     return table
 
 

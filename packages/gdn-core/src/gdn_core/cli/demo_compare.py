@@ -60,6 +60,27 @@ def compare(
     )
 
 
+def explains_difference(
+    tokens: list[int], others: list[int], logits: torch.Tensor, exact: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[int | None, float, float]:
+    """Say where two texts part, and whether rounding may have decided between the two best tokens there.
+
+    Args:
+        tokens, others: the texts.
+        logits: [tokens, vocabulary], from which the first one was chosen.
+        exact: the same of the model in float32, or None.
+
+    Returns:
+        The first difference (None: there is none), how far the two best logits are apart there, and how far they may
+        be for rounding to explain it.
+    """
+    step = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), None)
+    if step is None:
+        return None, 0.0, 0.0
+    here = torch.tensor([step])
+    return step, float(_gap(logits, here)[0]), 2 * float(_rounding(logits, exact, dtype)[step])
+
+
 def _gap(logits: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     best = logits[steps].topk(2).values
     return best[:, 0] - best[:, 1]

@@ -14,6 +14,8 @@ import torch
 
 import gdn_core
 
+from .timing import Others
+
 PREFILL, DECODE = "prefill", "decode"
 PHASES = (PREFILL, DECODE)
 
@@ -28,6 +30,7 @@ class Generation:
     logits: torch.Tensor  # [new_tokens, vocabulary], float32
     seconds: dict[str, float] = field(default_factory=dict)
     core_seconds: dict[str, float] = field(default_factory=dict)
+    is_unsteady: bool = False  # something else was using the cores
 
 
 class _Clock:
@@ -76,13 +79,14 @@ class _Clock:
 def generate(model: Any, layers: Sequence[torch.nn.Module], ids: torch.Tensor, new_tokens: int) -> Generation:
     """Generate `new_tokens` greedy tokens after the prompt `ids` [1, T]."""
     clock = _Clock()
-    with clock.watch(model, layers):
+    with clock.watch(model, layers), Others() as others:
         tokens, logits = _generate(model, ids, new_tokens)
     return Generation(
         tokens=tokens,
         logits=logits,
         seconds={PREFILL: clock.prefilled - clock.started, DECODE: clock.ended - clock.prefilled},
         core_seconds=clock.core,
+        is_unsteady=others.disturb,
     )
 
 

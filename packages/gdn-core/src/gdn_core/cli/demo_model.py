@@ -72,6 +72,20 @@ def prompt_ids(tokenizer: Any, count: int) -> torch.Tensor:
     return torch.tensor([ids[:count]])
 
 
+def continuations(ids: torch.Tensor, count: int) -> dict[str, list[int]]:
+    """Return texts of `count` tokens to follow the prompt [1, T]: one that repeats it, one that is new.
+
+    What a model with random weights writes is neither, so these are given to it token by token.
+    """
+    prompt: list[int] = ids[0].tolist()
+    repeating = [prompt[i % len(prompt)] for i in range(count)]
+    for i in range(19, count, 20):  # a word that was changed here and there
+        repeating[i] = prompt[(7 * i) % len(prompt)]
+    symbols = torch.tensor(sorted(set(prompt)))
+    new = symbols[torch.randint(len(symbols), (count,), generator=torch.Generator().manual_seed(0))]
+    return {"repeats the prompt": repeating, "does not": new.tolist()}
+
+
 def _byte_tokenizer(transformers: Any) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -3,6 +3,10 @@
 
 The text streams to stdout, and what it took goes to stderr. --compare generates greedily without gdn and with it, and
 shows where the time went and whether the tokens are the same, as `gdn demo` does for a seeded model.
+
+--speculate verifies several drafted tokens in one pass, and stops drafting where that does not pay. --compare
+--speculate decodes on gdn with and without drafts: the texts may part where the two best logits are closer than the
+dtype rounds them, since torch's matrix products round otherwise for several tokens; with --exact they must be equal.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import torch
 
 from gdn_core.integrations import transformers as integration
 
-from . import CommandError, demo, models, output
-from .timing import torch_threads
+from . import CommandError, demo, models, output, speculation
+from .demo_generate import follow_at_once
+from .timing import Others, torch_threads
 
 _PROMPT = "The delta rule updates a memory by"
 
@@ -30,6 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=output.positive, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--temperature", type=_temperature, default=0.0, metavar="T", help="0, the default, takes the likeliest token"
+    )
+    parser.add_argument(
+        "--speculate", action="store_true", help="verify tokens that are looked up in the text so far, several a pass"
+    )
+    parser.add_argument(
+        "--draft", metavar="MODEL", help="with --speculate: a smaller model of the same family proposes tokens"
+    )
+    parser.add_argument(
+        "--exact", action="store_true", help="with --speculate: the bits of single tokens, by running them one by one"
     )
     parser.add_argument("--compare", action="store_true", help="generate without gdn and with it, and show a table")
     parser.add_argument("--dtype", choices=list(models.DTYPES), default="bfloat16", help="default: %(default)s")
@@ -44,10 +58,16 @@ def run(args: argparse.Namespace) -> int:
         args.prompt = sys.stdin.read()
     if not args.prompt:
         raise CommandError("--prompt: give a text to continue")
-    if args.compare:
+    if not args.speculate and (args.draft or args.exact):
+        raise CommandError(f"{'--draft' if args.draft else '--exact'}: only with --speculate")
+    if args.compare and args.temperature:
+        raise CommandError("--compare: tokens are compared where none is drawn; leave out --temperature")
+    if args.compare and not args.speculate:
         return _compare(args)
     try:
         with torch_threads(args.threads):
+            if args.compare:
+                return _compare_speculation(args)
             return _generate(args)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CommandError("out of memory; use a shorter prompt, fewer --max-new-tokens or a smaller model") from error
@@ -61,37 +81,91 @@ def _temperature(text: str) -> float:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    if args.temperature:
-        raise CommandError("--compare: tokens are compared where none is drawn; leave out --temperature")
     return demo.run(
         argparse.Namespace(**vars(args), new_tokens=args.max_new_tokens, rounds=1, shape="small", json=None)
     )
 
 
-def _generate(args: argparse.Namespace) -> int:
-    with output.steps(1) as steps:
+def _load(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Return the model, its tokenizer and the drafting model, if there is one."""
+    dtype = models.DTYPES[args.dtype]
+    with output.steps(1 + bool(args.draft)) as steps:
         steps.step("loading the model", args.model)
-        model, tokenizer = models.load(args.model, models.DTYPES[args.dtype])
+        model, tokenizer = models.load(args.model, dtype)
+        if not args.draft:
+            return model, tokenizer, None
+        steps.step("loading the drafting model", args.draft)
+        return model, tokenizer, models.load(args.draft, dtype)[0]
+
+
+def _compare_speculation(args: argparse.Namespace) -> int:
+    model, tokenizer, draft = _load(args)
+    ids = tokenizer(args.prompt, return_tensors="pt")["input_ids"]
+    # To the asked length, whatever ends a text in this checkpoint.
+    model.generation_config = type(model.generation_config)(do_sample=False)
+    with integration.patched(), Others() as others:
+        plain = speculation.run_plain(model, ids, args.max_new_tokens)
+        if args.exact:
+            engine = speculation.engine_for(model, ids.shape[1], speculates=False, exact=True)
+            plain = speculation.run_engine(engine, ids, args.max_new_tokens)
+        engine = speculation.engine_for(model, ids.shape[1], draft, exact=args.exact)
+        speculative = speculation.run_engine(engine, ids, args.max_new_tokens)
+    console = output.console()
+    row = speculation.Row("this one", [plain], [speculative], others.disturb)
+    console.print(speculation.table(f"Decode of {args.model} with drafts", [row]), markup=False)
+    dtype = models.DTYPES[args.dtype]
+    exact = None
+    if plain.tokens != speculative.tokens and plain.logits is not None and dtype != torch.float32:
+        exact = follow_at_once(model.float(), ids, plain.tokens)
+    passed, verdict = speculation.verdict(plain, speculative, exact, dtype)
+    console.print(verdict, markup=False)
+    return 0 if passed else 1
+
+
+def _generate(args: argparse.Namespace) -> int:
+    model, tokenizer, draft = _load(args)
     prompt = tokenizer(args.prompt, return_tensors="pt")
     stream = _Stream(tokenizer)
-    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-    torch.manual_seed(args.seed)
-    status = 0
+    run = _plain if not args.speculate else _speculative
+    status, note = 0, ""
     try:
         with integration.patched():
-            model.generate(
-                prompt["input_ids"],
-                attention_mask=prompt["attention_mask"],
-                max_new_tokens=args.max_new_tokens,
-                streamer=stream,
-                **sampling,
-            )
+            note = run(args, model, prompt, stream, draft)
     except KeyboardInterrupt:
         stream.end()
-        status = 130
-    stopped = ", interrupted" if status else ""
-    print(f"gdn generate: {stream.summary(prompt['input_ids'].shape[1])}{stopped}", file=sys.stderr)
+        status, note = 130, ", interrupted"
+    print(f"gdn generate: {stream.summary(prompt['input_ids'].shape[1])}{note}", file=sys.stderr)
     return status
+
+
+def _plain(args: argparse.Namespace, model: Any, prompt: Any, stream: _Stream, draft: None) -> str:
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    torch.manual_seed(args.seed)
+    model.generate(
+        prompt["input_ids"],
+        attention_mask=prompt["attention_mask"],
+        max_new_tokens=args.max_new_tokens,
+        streamer=stream,
+        **sampling,
+    )
+    return ""
+
+
+def _speculative(args: argparse.Namespace, model: Any, prompt: Any, stream: _Stream, draft: Any) -> str:
+    ids = prompt["input_ids"]
+    engine = speculation.engine_for(model, ids.shape[1], draft, exact=args.exact)
+    ends = model.generation_config.eos_token_id
+    stops = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    request = engine.add(ids[0].tolist(), args.max_new_tokens, stops, temperature=args.temperature, seed=args.seed)
+    stream.put(ids)
+    shown = 0
+    while not request.is_finished:
+        engine.step()
+        for token in request.generated[shown:]:
+            stream.put(torch.tensor([token]))
+        shown = len(request.generated)
+    stream.end()
+    return f", {engine.num_passes} passes, {request.num_accepted} of {request.num_drafted} drafts right"
 
 
 class _Stream:

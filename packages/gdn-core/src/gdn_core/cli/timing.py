@@ -23,6 +23,8 @@ _LARGEST_BATCH = 4096
 _LONGEST_CASE = 8.0
 _FEWEST_ROUNDS = 3
 _SURE_BUSY = 0.05
+# In use elsewhere, above which times are unsteady.
+_FEW_CORES = 0.1
 
 
 @contextmanager
@@ -71,6 +73,25 @@ def time_in_turn(contenders: Sequence[Timed], rounds: int) -> list[Timing]:
     busy = _busy_elsewhere() - busy
     others = busy / (perf_counter() - started) if busy > _SURE_BUSY else 0.0
     return [_summary(seconds, others) for seconds in samples]
+
+
+class Others:
+    """How many cores other processes, or other machines on the same host, used while the block ran."""
+
+    cores = 0.0
+
+    def __enter__(self) -> Others:
+        self._started, self._busy = perf_counter(), _busy_elsewhere()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        busy = _busy_elsewhere() - self._busy
+        self.cores = busy / (perf_counter() - self._started) if busy > _SURE_BUSY else 0.0
+
+    @property
+    def disturb(self) -> bool:
+        """Say whether times that were taken meanwhile are not to be trusted."""
+        return self.cores > _FEW_CORES
 
 
 def _busy_elsewhere(stat: Path = Path("/proc/stat")) -> float:

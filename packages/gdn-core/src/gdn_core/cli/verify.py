@@ -13,9 +13,12 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 import gdn_core
@@ -101,8 +104,7 @@ def run(args: argparse.Namespace) -> int:
         results = list(_check(cases, targets, threads, steps))
     console = output.console_for(args.json)
     for target in targets:
-        if table := _table(target, [result for result in results if result.target is target]):
-            console.print(table)
+        _show(console, target, [result for result in results if result.target is target])
     failures = [result for result in results if not result.passed]
     for result in failures:
         where = f"{result.case.op}, {result.case.label}, {_NAMES[result.dtype]}, {result.target.name}"
@@ -189,19 +191,27 @@ def _check_one(
     return Result(case, target, dtype, worst)
 
 
-def _table(target: Target, results: Sequence[Result]) -> Table | None:
-    if not results:
-        return None
+def _show(console: Console, target: Target, results: Sequence[Result]) -> None:
+    """Print a table for each operation, under its name, which would need more than a column on a narrow terminal."""
     names = [_NAMES[dtype] for dtype in target.dtypes]
-    table = output.table(f"{target.name}: error (tolerance)", "", *names, right=tuple(names))
-    cells = {(id(result.case), result.dtype): _styled_cell(result) for result in results}
-    previous = ""
-    for case in dict.fromkeys(result.case for result in results):
-        if case.op != previous:
-            table.add_row(f"[bold]{case.op}[/]")
-        table.add_row(f"  {case.label}", *(cells.get((id(case), dtype), "") for dtype in target.dtypes))
-        previous = case.op
-    return table
+    cells = {(id(result.case), result.dtype): result for result in results}
+    cases = list(dict.fromkeys(result.case for result in results))
+    widths = [max([len(name), *(len(_cell(r)) for r in results if _NAMES[r.dtype] == name)]) for name in names]
+    # Two spaces before a label, and two between columns.
+    label = min(max((len(case.label) for case in cases), default=0), console.width - sum(widths) - 2 * len(names) - 2)
+    if cases:
+        console.print(f"\n[bold]{target.name}: error (tolerance)[/]")
+    for op, group in groupby(cases, key=lambda case: case.op):
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=op == cases[0].op)
+        table.add_column("", width=label + 2, overflow="fold")
+        for name, width in zip(names, widths, strict=True):
+            table.add_column(name, width=width, justify="right", no_wrap=True)
+        for case in group:
+            found = (cells.get((id(case), dtype)) for dtype in target.dtypes)
+            row = ("" if result is None else _styled_cell(result) for result in found)
+            table.add_row(Padding(case.label, (0, 0, 0, 2)), *row)
+        console.print(f"\n[bold]{op}[/]")
+        console.print(table)
 
 
 def _cell(result: Result) -> str:

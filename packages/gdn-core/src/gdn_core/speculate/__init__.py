@@ -10,5 +10,19 @@ from __future__ import annotations
 from .drafter import ContextCache, Drafter, PromptLookup
 from .engine import Batch, Engine, Request, Target
 from .exact import row_by_row
+from .pace import Pace
+from .sampling import Sampler, TemperatureSampler
 
-__all__ = ["Batch", "ContextCache", "Drafter", "Engine", "PromptLookup", "Request", "Target", "row_by_row"]
+__all__ = [
+    "Batch",
+    "ContextCache",
+    "Drafter",
+    "Engine",
+    "Pace",
+    "PromptLookup",
+    "Request",
+    "Sampler",
+    "Target",
+    "TemperatureSampler",
+    "row_by_row",
+]

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from .._validate import CHUNK
 from ..attention import GDNMetadata, GDNStateCache
 from .drafter import Drafter
 from .exact import row_by_row
+from .pace import Pace
+from .sampling import Sampler, TemperatureSampler, greedy
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,14 @@ class Batch:
         metadata: the rows.
         slots: the first slot of each row, by which a target may keep more of a request than its GDN states: keys and
             values of attention layers, which the tokens of the next pass overwrite from their positions on.
+        needed: int64 [n], the tokens whose logits are asked for: of a prompt only the last one's.
     """
 
     tokens: Tensor
     positions: Tensor
     metadata: GDNMetadata
     slots: tuple[int, ...]
+    needed: Tensor
 
 
 class Target(Protocol):
@@ -47,7 +52,7 @@ class Target(Protocol):
     caches: Sequence[GDNStateCache]
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return hidden states [T, hidden], for the drafter, and logits [T, vocabulary]."""
+        """Return hidden states [T, hidden], for the drafter, and logits [n, vocabulary] of the tokens ``needed``."""
         ...
 
 
@@ -58,14 +63,16 @@ class Request:
     Attributes:
         prompt: its tokens.
         max_new_tokens: when to stop.
-        stop_token: also stop after this token.
+        stop_tokens: also stop after one of these.
+        sampler: what chooses tokens from the target's logits.
         generated: the tokens so far.
         num_drafted, num_accepted: draft tokens that were verified, and those that were right.
     """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
-    stop_token: int | None = None
+    stop_tokens: frozenset[int] = frozenset()
+    sampler: Sampler = greedy
     generated: list[int] = field(default_factory=list)
     num_drafted: int = 0
     num_accepted: int = 0
@@ -76,7 +83,7 @@ class Request:
     @property
     def is_finished(self) -> bool:
         """Say whether the request is complete."""
-        stopped = self.stop_token is not None and self.stop_token in self.generated[-1:]
+        stopped = not self.stop_tokens.isdisjoint(self.generated[-1:])
         return stopped or len(self.generated) >= self.max_new_tokens
 
     @property
@@ -90,13 +97,21 @@ class _Row:
     tokens: tuple[int, ...]
     is_prefill: bool
 
+    @property
+    def num_needed(self) -> int:
+        """Return how many tokens, from the last one backwards, have logits that matter."""
+        if not self.is_prefill:
+            return len(self.tokens)
+        return int(self.request._num_seen + len(self.tokens) == len(self.request.prompt))
+
 
 class Engine:
-    """Generate greedily for several requests at once.
+    """Generate for several requests at once.
 
     Each pass of the target holds the decoding requests, each with a block of drafts, and parts of new prompts. Of a
-    block the longest prefix is kept that greedy decoding would have chosen too, and one token more. The states of
-    rejected tokens are taken back in the form that the target's caches have; with caches of S = 1 there are no drafts.
+    block the longest prefix is kept that decoding would have chosen too, greedily or by the request's random numbers
+    (see :class:`TemperatureSampler`), and one token more. The states of rejected tokens are taken back in the form
+    that the target's caches have; with caches of S = 1 there are no drafts.
 
     Args:
         target: the model.
@@ -105,6 +120,7 @@ class Engine:
         prefill_tokens: most prompt tokens in a pass, at least 64. Prompts are cut at multiples of 64, where a cut
             changes no bit.
         exact: run the target :class:`row_by_row`, so that tokens do not depend on drafts or on other requests at all.
+        pace: decides before each pass, from what earlier ones took, whether drafts are worth it; None drafts always.
 
     Raises:
         ValueError: the caches differ, or a limit is too low.
@@ -121,7 +137,7 @@ class Engine:
         ...     def forward(self, batch):
         ...         x = self.embedding(batch.tokens)
         ...         x = x + self.layer(x, self.caches[0], batch.metadata)
-        ...         return x, self.head(x)
+        ...         return x, self.head(x[batch.needed])
         >>> engine = Engine(Model(), PromptLookup())
         >>> request = engine.add([1, 2, 3], max_new_tokens=5)
         >>> engine.run()
@@ -137,6 +153,7 @@ class Engine:
         max_rows: int = 8,
         prefill_tokens: int = 512,
         exact: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         if not target.caches:
             raise ValueError("target.caches: expected at least one cache, got none")
@@ -151,7 +168,7 @@ class Engine:
             raise ValueError(f"prefill_tokens: expected at least {CHUNK}, got {prefill_tokens}")
         self._target, self._drafter, self._cache = target, drafter, cache
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
-        self._exact = exact
+        self._exact, self._pace = exact, pace
         self._is_speculative = drafter is not None and cache.S > 1
         self._slots_each = cache.S if self._is_speculative and cache.records is None else 1
         self._free = deque(slot for slot in range(cache.num_slots) if slot != cache.null_slot)
@@ -161,13 +178,33 @@ class Engine:
         self._running: list[Request] = []
         self.num_passes = 0
 
-    def add(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int | None = None) -> Request:
-        """Queue a request; it is worked on as soon as there are slots and rows for it."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_tokens: Collection[int] = (),
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        sampler: Sampler | None = None,
+    ) -> Request:
+        """Queue a request; it is worked on as soon as there are slots and rows for it.
+
+        Args:
+            prompt: its tokens.
+            max_new_tokens: when to stop.
+            stop_tokens: also stop after one of these.
+            temperature: 0 takes the likeliest token, more draws from ``softmax(logits / temperature)``.
+            seed: of the random numbers of a temperature.
+            sampler: chooses tokens in another way than these two.
+        """
         if len(prompt) < 1:
             raise ValueError("prompt: expected at least one token, got none")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-        request = Request(tuple(prompt), max_new_tokens, stop_token)
+        if sampler is None:
+            sampler = TemperatureSampler(temperature, seed) if temperature else greedy
+        request = Request(tuple(prompt), max_new_tokens, frozenset(stop_tokens), sampler)
         self._waiting.append(request)
         return request
 
@@ -179,6 +216,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one pass of the target; return the requests that it finished."""
         self._admit()
+        started = perf_counter()
         rows = self._decode_rows() + self._prefill_rows()
         if not rows:
             return []
@@ -186,12 +224,12 @@ class Engine:
         mode: AbstractContextManager[Any] = row_by_row() if self._exact else nullcontext()
         with torch.inference_mode(), mode:
             hidden_states, logits = self._target(batch)
-            choices = logits.argmax(-1).tolist()
+            self._choose(rows, hidden_states, logits)
         self.num_passes += 1
-        ends = list(accumulate(len(row.tokens) for row in rows))
-        for row, end in zip(rows, ends, strict=True):
-            span = slice(end - len(row.tokens), end)
-            self._take(row, choices[span], hidden_states[span])
+        if self._pace is not None and not any(row.is_prefill for row in rows):
+            drafted = sum(len(row.tokens) - 1 for row in rows)
+            accepted = sum(row.request._accepted for row in rows)
+            self._pace.passed(drafted, accepted / len(rows), perf_counter() - started)
         finished = [request for request in self._running if request.is_finished]
         for request in finished:
             self._running.remove(request)
@@ -211,7 +249,8 @@ class Engine:
     def _decode_rows(self) -> list[_Row]:
         requests = [request for request in self._running if not request._is_prefilling]
         drafts: list[list[int]] = [[] for _ in requests]
-        if self._is_speculative and self._drafter is not None and requests:
+        is_worth_it = self._pace is None or self._pace.drafts
+        if self._is_speculative and self._drafter is not None and requests and is_worth_it:
             # The last token of a request needs no state after it, and so no draft.
             limits = [min(self._cache.S - 1, r.max_new_tokens - len(r.generated) - 1) for r in requests]
             drafts = self._drafter.propose([r._slots[0] for r in requests], [r.generated[-1] for r in requests], limits)
@@ -249,18 +288,32 @@ class Engine:
         )
         tokens = [token for row in rows for token in row.tokens]
         positions = [row.request._num_seen + i for row in rows for i in range(len(row.tokens))]
+        ends = accumulate(len(row.tokens) for row in rows)
+        needed = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_needed, end)]
         return Batch(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), metadata,
-            tuple(row_slots[0] for row_slots in slots),
+            tuple(row_slots[0] for row_slots in slots), torch.tensor(needed, dtype=torch.int64, device=device),
         )  # fmt: skip
 
     # --- after the pass -----------------------------------------------------------------------------------------------
 
+    def _choose(self, rows: list[_Row], hidden_states: Tensor, logits: Tensor) -> None:
+        """Choose the tokens that follow a pass."""
+        end = end_of_logits = 0
+        for row in rows:
+            start, end = end, end + len(row.tokens)
+            start_of_logits, end_of_logits = end_of_logits, end_of_logits + row.num_needed
+            request = row.request
+            choices = []
+            if row.num_needed:
+                choices = request.sampler(logits[start_of_logits:end_of_logits], len(request.generated))
+            self._take(row, choices, hidden_states[start:end])
+
     def _take(self, row: _Row, choices: list[int], hidden_states: Tensor) -> None:
-        """Keep what greedy decoding would have chosen of a row's tokens."""
+        """Keep what decoding without drafts would have chosen of a row's tokens too."""
         request = row.request
         if row.is_prefill:
-            kept, new = len(row.tokens), choices[-1:]
+            kept, new = len(row.tokens), choices
         else:
             drafts = row.tokens[1:]
             right = next((i for i, draft in enumerate(drafts) if draft != choices[i]), len(drafts))
@@ -272,8 +325,6 @@ class Engine:
         if self._drafter is not None:
             self._drafter.extend(request._slots[0], row.tokens, hidden_states)
             self._drafter.rollback(request._slots[0], request._num_seen)
-        if request._is_prefilling:
-            return
-        if request.stop_token in new:
-            new = new[: new.index(request.stop_token) + 1]
-        request.generated += new[: request.max_new_tokens - len(request.generated)]
+        new = new[: request.max_new_tokens - len(request.generated)]
+        stop = next((i for i, token in enumerate(new) if token in request.stop_tokens), len(new))
+        request.generated += new[: stop + 1]

@@ -19,6 +19,9 @@ imported. Two levels are replaced in each:
 gdn takes calls that need no gradient, on devices for which it has a native backend. Training, export, autocast and
 other devices keep the original code: fla's, where it is installed and the tensors are on a GPU.
 
+transformers refuses to speculate with these models; `TransformersTarget` makes one the target of
+`gdn_core.speculate.Engine`, and `ModelDrafter` a smaller one its drafter.
+
 With `GDN_PATCH_TRANSFORMERS=1` in the environment, `import gdn_core` calls `patch()`. Nothing is installed into the
 interpreter for that: a program that never imports gdn_core is not patched.
 """
@@ -26,9 +29,12 @@ interpreter for that: a program that never imports gdn_core is not patched.
 from .install import is_patched, patch, patch_for_environment, patched, unpatch
 from .layer import gated_delta_net_layers
 from .plan import LayerPlan, plan_layers
+from .target import ModelDrafter, TransformersTarget
 
 __all__ = [
     "LayerPlan",
+    "ModelDrafter",
+    "TransformersTarget",
     "gated_delta_net_layers",
     "is_patched",
     "patch",

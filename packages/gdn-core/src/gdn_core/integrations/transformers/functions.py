@@ -74,7 +74,6 @@ def conv_update(original: Function) -> Function:
             activation in CONV_ACTIVATIONS
             and hidden_states.dtype == weight.dtype == conv_state.dtype
             and takes(("causal_conv1d_update",), hidden_states, conv_state, weight, bias)
-            and conv_state.is_contiguous()
         ):
             return gdn_core.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
         return original_on(hidden_states, {})(hidden_states, conv_state, weight, bias, activation)

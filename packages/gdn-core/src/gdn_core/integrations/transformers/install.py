@@ -25,6 +25,7 @@ from ..._log import log_once, logger
 from .eligibility import has_kernels, learn_kernels
 from .functions import EARLY_FUNCTIONS, FUNCTIONS, LayerFunction, norm_forward
 from .layer import gated_delta_net_layers, is_layer_class, layer_forward
+from .step import forget_steps
 
 _RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 
@@ -48,6 +49,11 @@ def unpatch() -> None:
     with _lock:
         _holds[:] = [hold for hold in _holds if not hold.is_lasting]
         _settle()
+
+
+def is_held(model: torch.nn.Module) -> bool:
+    """Say whether the modules of this model's layers are patched."""
+    return all(type(layer).__module__ in _replaced for layer in gated_delta_net_layers(model))
 
 
 def is_patched() -> bool:
@@ -139,6 +145,7 @@ def _settle() -> None:
     for name in [name for name in _replaced if not any(hold.covers(name) for hold in _holds)]:
         for replacement in reversed(_replaced.pop(name)):
             replacement.undo()
+        forget_steps()
     is_wanted = any(hold.modules is None for hold in _holds)
     if is_wanted and _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)

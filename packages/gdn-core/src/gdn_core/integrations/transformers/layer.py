@@ -12,6 +12,8 @@ import torch
 import gdn_core
 
 from .eligibility import CONV_ACTIVATIONS, GATE_ACTIVATIONS, takes
+from .parts import Weights, doubles_beta, gated_norm, is_hooked, layout, output_projection, projections
+from .step import fused_step, known_step, remember_step
 
 PREFILL_OPS = ("causal_conv1d_fn", "fused_gdn_gating", "chunk_gated_delta_rule", "rms_norm_gated")
 DECODE_OPS = ("causal_conv1d_update", "fused_gdn_decode_post_conv_mtp")
@@ -39,16 +41,20 @@ def layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        if cache is not None and attention_mask is None and not torch.compiler.is_compiling():
+            known = known_step(self, hidden_states)
+            states = known.states(self, cache) if known is not None and not _is_packed(kwargs) else None
+            if known is not None and states is not None:
+                return known.run(self, hidden_states, states)
+        packed = None if cache is None else getattr(cache.layers[self.layer_idx], "run_core", None)
+        if packed is not None:
+            return output_projection(self)(packed(*projections(self, hidden_states)))
         is_step = _is_step(self, hidden_states, cache)
         if not (_is_plain_call(cache, self.layer_idx, kwargs) and _is_eligible(self, hidden_states, cache, is_step)):
             return original(self, hidden_states, cache=cache, attention_mask=attention_mask, **kwargs)
         if attention_mask is not None:
             hidden_states = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
-        mixed_qkv, z, a, b = _projections(self, hidden_states)
-        run = _decode if is_step else _prefill
-        core = run(self, mixed_qkv, z, a, b, cache)
-        project = self.out_proj if hasattr(self, "out_proj") else self.o_proj
-        return project(core.reshape(*hidden_states.shape[:2], -1))
+        return _step(self, hidden_states, cache) if is_step else _prefill(self, hidden_states, cache)
 
     return forward
 
@@ -60,36 +66,39 @@ def why_not(layer: Any) -> str | None:
     """Return what keeps a layer's core with the original code whatever the call, or None."""
     if "cache" not in inspect.signature(type(layer).forward).parameters:
         return "the layer's interface is that of transformers before 5.24: function by function"
-    if _gated_norm(layer) is None or not hasattr(layer, "conv1d") or _layout(layer) is None:
+    if gated_norm(layer) is None or not hasattr(layer, "conv1d") or layout(layer) is None:
         return f"gdn does not know the projections of a {type(layer).__name__}"
     if layer.activation not in CONV_ACTIVATIONS:
         return f"gdn has no convolution with {layer.activation}"
-    if _gated_norm(layer).activation not in GATE_ACTIVATIONS:
-        return f"gdn has no gated norm with {_gated_norm(layer).activation}"
-    if _is_hooked(layer.conv1d, _gated_norm(layer)):
+    if gated_norm(layer).activation not in GATE_ACTIVATIONS:
+        return f"gdn has no gated norm with {gated_norm(layer).activation}"
+    if is_hooked(layer.conv1d, gated_norm(layer)):
         return "hooks are on its parts (offloaded weights, or someone who watches)"
     return None
 
 
 def decode_ops(layer: Any) -> tuple[str, ...]:
     """Return the operations of one decoded token."""
-    return DOUBLED_BETA_DECODE_OPS if _doubles_beta(layer) else DECODE_OPS
+    return DOUBLED_BETA_DECODE_OPS if doubles_beta(layer) else DECODE_OPS
 
 
 def _is_step(layer: Any, hidden_states: torch.Tensor, cache: Any) -> bool:
     return cache is not None and hidden_states.shape[1] == 1 and cache.get_conv_state(layer.layer_idx) is not None
 
 
+def _is_packed(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None
+
+
 def _is_plain_call(cache: Any, layer_idx: int, kwargs: dict[str, Any]) -> bool:
-    is_packed = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None
-    if is_packed or kwargs.get("cache_params") is not None:
+    if _is_packed(kwargs) or kwargs.get("cache_params") is not None:
         return False
     return cache is None or not cache.is_recording_past(layer_idx)
 
 
 def _is_eligible(layer: Any, hidden_states: torch.Tensor, cache: Any, is_step: bool) -> bool:
-    norm, conv1d = _gated_norm(layer), layer.conv1d
-    if norm is None or _layout(layer) is None or _is_hooked(conv1d, norm):
+    norm, conv1d = gated_norm(layer), layer.conv1d
+    if norm is None or layout(layer) is None or is_hooked(conv1d, norm):
         return False
     if layer.activation not in CONV_ACTIVATIONS or norm.activation not in GATE_ACTIVATIONS:
         return False
@@ -106,49 +115,7 @@ def _is_eligible(layer: Any, hidden_states: torch.Tensor, cache: Any, is_step: b
     return takes(ops, hidden_states, *weights, *states)
 
 
-def _is_hooked(conv1d: Any, norm: Any) -> bool:
-    """Tell whether something waits for a call of the convolution or the norm, whose weights are used without one.
-
-    accelerate moves an offloaded weight in when the module is called.
-    """
-    # A module that lacks an attribute takes its time to say so: its own dictionary answers at once.
-    return (
-        "_hf_hook" in vars(conv1d)
-        or "_hf_hook" in vars(norm)
-        or bool(norm._forward_hooks)
-        or bool(norm._forward_pre_hooks)
-    )
-
-
-def _layout(layer: Any) -> str | None:
-    """Name the projections: Qwen3.5's four, Qwen3-Next's two that interleave heads, or one for each operand."""
-    for name in ("in_proj_qkv", "in_proj_qkvz", "q_proj"):
-        if hasattr(layer, name):
-            return name
-    return None
-
-
-def _gated_norm(layer: Any) -> Any:
-    return getattr(layer, "norm", None) or getattr(layer, "o_norm", None)
-
-
-def _doubles_beta(layer: Any) -> bool:
-    return bool(vars(layer).get("allow_neg_eigval", False))
-
-
 # The core
-
-
-def _projections(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return mixed_qkv [B, T, C], z, a and b."""
-    layout = _layout(layer)
-    if layout == "in_proj_qkv":
-        return layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_a(x), layer.in_proj_b(x)
-    if layout == "in_proj_qkvz":
-        q, k, v, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
-        return torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1), z, a, b
-    mixed_qkv = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], dim=-1)
-    return mixed_qkv, layer.g_proj(x), layer.a_proj(x), layer.b_proj(x)
 
 
 def _split(layer: Any, mixed_qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -161,59 +128,49 @@ def _split(layer: Any, mixed_qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     )
 
 
-def _normed(layer: Any, core: torch.Tensor, z: torch.Tensor) -> Any:
-    return _gated_norm(layer)(core.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
+def _finished(layer: Any, core: torch.Tensor, z: torch.Tensor, hidden_states: torch.Tensor) -> Any:
+    """Norm, gate and project what the recurrence has put out."""
+    normed = gated_norm(layer)(core.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
+    return output_projection(layer)(normed.reshape(*hidden_states.shape[:2], -1))
 
 
-def _decode(layer: Any, mixed_qkv: torch.Tensor, z: torch.Tensor, a: torch.Tensor, b: torch.Tensor, cache: Any) -> Any:
-    """Advance each sequence by one token. Both states are updated in the cache's own tensors: the batch is the pool."""
-    batch = mixed_qkv.shape[0]
+def _step(layer: Any, hidden_states: torch.Tensor, cache: Any) -> Any:
+    """Advance each sequence by one token, on the cache's own tensors."""
     conv_state, state = cache.get_conv_state(layer.layer_idx), cache.get_recurrent_state(layer.layer_idx)
-    mixed_qkv = gdn_core.causal_conv1d_update(
+    if doubles_beta(layer):
+        return _doubled_step(layer, hidden_states, conv_state, state)
+    if not torch.compiler.is_compiling():
+        remember_step(layer, hidden_states, cache)
+    return fused_step(layer, Weights.of(layer), hidden_states, conv_state, state)
+
+
+def _doubled_step(layer: Any, hidden_states: torch.Tensor, conv_state: torch.Tensor, state: torch.Tensor) -> Any:
+    mixed_qkv, z, a, b = projections(layer, hidden_states)
+    convolved = gdn_core.causal_conv1d_update(
         mixed_qkv[:, 0], conv_state, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.activation
     )
-    slots = torch.arange(batch, dtype=torch.int32, device=state.device)
-    if _doubles_beta(layer):
-        q, k, v = _split(layer, mixed_qkv[:, None])
-        core, _ = gdn_core.fused_recurrent_gated_delta_rule(
-            q,
-            k,
-            v,
-            a,
-            beta=b,
-            initial_state=state,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            A_log=layer.A_log,
-            dt_bias=layer.dt_bias,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=True,
-            state_indices=slots,
-        )
-        return _normed(layer, core, z)
-    norm = _gated_norm(layer)
-    return gdn_core.fused_gdn_decode_post_conv_mtp(
-        mixed_qkv,
-        a.reshape(batch, -1),
-        b.reshape(batch, -1),
-        layer.A_log,
-        layer.dt_bias,
-        slots[:, None],
-        torch.arange(batch + 1, dtype=torch.int32, device=state.device),
-        None,
-        state,
-        z.reshape(batch, layer.num_v_heads, layer.head_v_dim),
-        norm.weight,
-        norm_eps=norm.variance_epsilon,
-        output_gate_activation=norm.activation,
-        num_key_heads=layer.num_k_heads,
-        head_k_dim=layer.head_k_dim,
-        state_v_first=False,
+    q, k, v = _split(layer, convolved[:, None])
+    core, _ = gdn_core.fused_recurrent_gated_delta_rule(
+        q,
+        k,
+        v,
+        a,
+        beta=b,
+        initial_state=state,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
+        state_indices=torch.arange(len(state), dtype=torch.int32, device=state.device),
     )
+    return _finished(layer, core, z, hidden_states)
 
 
-def _prefill(layer: Any, mixed_qkv: torch.Tensor, z: torch.Tensor, a: torch.Tensor, b: torch.Tensor, cache: Any) -> Any:
+def _prefill(layer: Any, hidden_states: torch.Tensor, cache: Any) -> Any:
     """Run any number of tokens, from the cache's states where there are some."""
+    mixed_qkv, z, a, b = projections(layer, hidden_states)
     tokens = mixed_qkv.shape[1]
     initial_state = None if cache is None else cache.get_recurrent_state(layer.layer_idx)
     mixed_qkv = mixed_qkv.transpose(1, 2)
@@ -234,8 +191,8 @@ def _prefill(layer: Any, mixed_qkv: torch.Tensor, z: torch.Tensor, a: torch.Tens
         initial_state=initial_state,
         output_final_state=cache is not None,
         use_qk_l2norm_in_kernel=True,
-        allow_neg_eigval=_doubles_beta(layer),
+        allow_neg_eigval=doubles_beta(layer),
     )
     if cache is not None:
         cache.update_recurrent_state(result[1], layer.layer_idx)
-    return _normed(layer, result[0], z)
+    return _finished(layer, result[0], z, hidden_states)
