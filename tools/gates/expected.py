@@ -57,7 +57,7 @@ PACKAGES = {
     "gdn_cpu": Expected(
         tag=_NATIVE_TAG,
         max_size=8 * MIB,
-        requirements=frozenset({"nanobind-backend>=1.0"}),
+        requirements=frozenset({"nanobind-backend>=1.0", 'scipy-openblas32>=0.3.27; extra == "openblas"'}),
         entry_points=frozenset({("gdn_core.backends", "cpu = gdn_cpu:provider")}),
         sdist_files=(*_CMAKE, "cmake/GdnIsa.cmake", "csrc/kernels/params.h", "csrc/binding/module.cpp"),
     ),
