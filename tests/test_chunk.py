@@ -410,8 +410,11 @@ def _peak_after_reset() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 16])
-def test_workspace_as_the_system_sees_it(own_dtype, threads):
-    arguments = inputs.delta_rule_arguments((32768,), 16, 32, 128, 128, dtype=own_dtype)
+def test_workspace_as_the_system_sees_it(cpu_backend, threads):
+    arguments = inputs.delta_rule_arguments((64,), 16, 32, 128, 128, dtype=torch.bfloat16)
+    for name in ("q", "k", "v", "g", "beta"):
+        arguments[name] = torch.cat([arguments[name]] * 512, dim=1)
+    arguments["cu_seqlens"] = None
     pool = arguments["initial_state"].clone()
     out = torch.zeros_like(arguments["v"])
     slots = {"state_indices": torch.tensor([0]), "output_final_state": False}
@@ -419,7 +422,8 @@ def test_workspace_as_the_system_sees_it(own_dtype, threads):
     torch.zeros(1 << 22).add_(1)  # starts the threads
     _peak_after_reset()
     before = _peak_after_reset()
-    run({**arguments, **slots, "initial_state": pool, "out": out})
+    with gdn_core.use_backend("cpu"):
+        run({**arguments, **slots, "initial_state": pool, "out": out})
     assert _peak_after_reset() - before <= 64 << 20
 
 

@@ -77,7 +77,10 @@ sys.exit(not any(level.supported for level in gdn_cpu.levels() if level.name == 
 
 
 _NATIVE_PACKAGES_TESTS = ("packages/gdn-cpu/tests", "packages/gdn-cuda/tests")
-_AMX_TESTS = ("-k", "cpu-x86_amx or test_gdn_cpu", "tests/test_amx_emulator.py")
+_AMX_FILES = ("tests/test_amx_emulator.py", "tests/test_chunk.py")
+_AMX_TESTS = "cpu-x86_amx or test_gdn_cpu or test_amx_multiplies"
+# Of the tests of each engine of the chunked rule some: what is changed token by token takes minutes here.
+_AMX_ENGINE_TESTS = f"{_AMX_TESTS} or x86_amx-amx and (similar or odd or cut_at or many_resets)"
 
 X86_LEVELS = ("baseline", "x86_v3", "x86_v4", "x86_v4_bf16", "x86_amx")
 # Each level's first processor, by its name in Intel's emulator: Nehalem, Haswell, Skylake and Cooper Lake servers,
@@ -105,7 +108,12 @@ EMULATED: Mapping[str, Machine] = {
         ("-k", "cpu-baseline", "--one-in=16"),
         ("-k", "cpu-baseline", "-n2"),
     ),
-    "x86_amx": Machine(X86_LEVELS, _amx, _AMX_TESTS, _AMX_TESTS),
+    "x86_amx": Machine(
+        X86_LEVELS,
+        _amx,
+        ("-k", _AMX_ENGINE_TESTS, *_AMX_FILES),
+        ("-k", f"{_AMX_TESTS} or x86_amx-amx", *_AMX_FILES),
+    ),
 }
 
 # Intel's emulator comes from Intel only, under its own licence: these run where they are asked for by name.
