@@ -328,6 +328,21 @@ def test_guards_of_the_pool(impl: Implementation, form: str, C: int) -> None:
         guarded.check()
 
 
+@pytest.mark.parametrize("W", WIDTHS)
+@pytest.mark.parametrize("C", [5, 16, 37, 600])
+def test_guards_of_columns_side_by_side(impl: Implementation, C: int, W: int) -> None:
+    """A slot of time-fastest columns without gaps is shifted, and its neighbours in memory are left alone."""
+    for dtype in FLOATS:
+        weight, bias = weights(C, W, dtype)
+        rng = inputs.generator(2)
+        pool, x = normal((3, C, W - 1), rng, dtype), normal((1, C), rng, dtype)
+        before = pool.clone()
+        y = gdn_core.causal_conv1d_update(x, pool, weight, bias, "silu", conv_state_indices=torch.tensor([1]))
+        assert close(y[..., None], expected_of(before[1:2], x[..., None], weight, bias, "silu"))
+        assert same_bits(pool[1], torch.cat([before[1, :, 1:], x.mT], dim=-1))
+        assert same_bits(pool[::2], before[::2])
+
+
 # --- how the work is shared out ---------------------------------------------------------------------------------------
 
 
@@ -386,6 +401,21 @@ def test_silu_of_large_values(impl: Implementation, dtype: torch.dtype) -> None:
     wanted = x.double()[0, :, 0] / (1 + torch.exp(-x.double()[0, :, 0]))
     ulp = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7.9, torch.float16: 2.0**-10}[dtype]
     assert bool(((y.double() - wanted).abs() <= ulp * wanted.abs() + 1e-7).all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_silu_of_the_largest_values(impl: Implementation, dtype: torch.dtype) -> None:
+    """Up to the largest of the dtype nothing overflows on the way: the result is x itself, or 0 where x is negative."""
+    large = torch.tensor([1.0, 0.73, 0.5, 1e-4], dtype=torch.float64) * torch.finfo(dtype).max
+    x = torch.cat([large, -large]).to(dtype).repeat(5)
+    wanted = x.double() / (1 + torch.exp(-x.double()))
+    weight = torch.tensor([0.0, 1.0], dtype=dtype).expand(len(x), 2)
+    ulp = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7.9, torch.float16: 2.0**-10}[dtype]
+    for layout in LAYOUTS:
+        prefilled = gdn_core.causal_conv1d_fn(layout(x[None, :, None]), weight, activation="silu")[0, :, 0]
+        stepped = gdn_core.causal_conv1d_update(x[None], layout(x.new_zeros(1, len(x), 1)), weight, None, "silu")[0]
+        for y in (prefilled, stepped):
+            assert bool(((y.double() - wanted).abs() <= ulp * wanted.abs() + 1e-30).all())
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
