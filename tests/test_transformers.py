@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import inspect
 import json
@@ -210,6 +211,144 @@ def test_a_compiled_model_has_no_graph_break_and_the_same_results(family: str) -
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert relative_difference(logits(compiled), expected) < 1e-5
     torch._dynamo.reset()
+
+
+@whole_layers
+@torch.no_grad()
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in ("qwen3_5", "qwen3_next")])
+def test_inductor_compiles_a_patched_model(family: str) -> None:
+    """Prefill and decoded tokens in one graph each, on transformers' own states."""
+    model, ids = small_model(family), tokens(2, 12)
+    is_whole = family == "qwen3_5"  # experts break transformers' own graph
+
+    def logits(run: Any) -> torch.Tensor:
+        cache = new_cache(model)
+        pieces = [run(ids[:, a:b], use_cache=True, cache=cache).logits for a, b in pairwise((0, 10, 11, 12))]
+        return torch.cat(pieces, dim=1)
+
+    expected = logits(model)
+    torch._dynamo.reset()
+    with integration.patched():
+        compiled = torch.compile(model, fullgraph=is_whole)
+        assert relative_difference(logits(compiled), expected) < 1e-5
+    torch._dynamo.reset()
+
+
+# What a layer's first token has found out holds for the next ones, and no longer than it is true
+
+
+def decoded(model: Any, between: Any = lambda: None, count: int = 4) -> torch.Tensor:
+    """Decode some tokens, with a change in the middle; return their logits."""
+    cache = new_cache(model)
+    forward(model, tokens(1, 6), cache)
+    pieces = []
+    for i in range(count):
+        if i == count // 2:
+            between()
+        pieces.append(forward(model, tokens(1, 1, seed=i), cache))
+    return torch.cat(pieces, dim=1)
+
+
+def replace(module: Any, name: str) -> None:
+    setattr(module, name, torch.nn.Parameter(getattr(module, name) * 1.5, requires_grad=False))
+
+
+CHANGES: dict[str, Any] = {
+    "A_log": lambda layer: replace(layer, "A_log"),
+    "dt_bias": lambda layer: replace(layer, "dt_bias"),
+    "conv weight": lambda layer: replace(layer.conv1d, "weight"),
+    "conv data": lambda layer: setattr(layer.conv1d.weight, "data", layer.conv1d.weight.data * 1.5),
+    "conv in place": lambda layer: layer.conv1d.weight.data.mul_(1.5),
+    "conv bias": lambda layer: setattr(layer.conv1d, "bias", torch.nn.Parameter(torch.ones(len(layer.conv1d.weight)))),
+    "norm weight": lambda layer: replace(layer.norm, "weight"),
+    "norm": lambda layer: setattr(layer, "norm", copy.deepcopy(layer.norm).apply(lambda m: replace(m, "weight"))),
+    "activation": lambda layer: setattr(layer, "activation", None),
+    "gate activation": lambda layer: setattr(layer.norm, "activation", "sigmoid"),
+    "hook": lambda layer: layer.norm.register_forward_hook(lambda _, __, output: 1.5 * output),
+    "projection": lambda layer: replace(layer.in_proj_qkv, "weight"),
+    "function": lambda layer: layer.in_proj_z.register_forward_hook(lambda _, __, output: 1.5 * output),
+}
+
+
+@whole_layers
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_tokens_is_seen(change: str, cpu_backend: None) -> None:
+    model, ours = (copy.deepcopy(small_model("qwen3_5")) for _ in range(2))
+    unchanged = decoded(model)
+
+    def of(model: Any) -> Any:
+        return lambda: CHANGES[change](integration.gated_delta_net_layers(model)[0])
+
+    expected = decoded(model, of(model))
+    assert relative_difference(expected[:, 2:], unchanged[:, 2:]) > 1e-3
+    with integration.patched():
+        assert relative_difference(decoded(ours, of(ours)), expected) < 1e-5
+
+
+@whole_layers
+@torch.no_grad()
+def test_a_remembered_layer_takes_another_dtype_batch_and_cache(cpu_backend: None) -> None:
+    model = copy.deepcopy(small_model("qwen3_5"))
+    expected = generate(model, left_padded(3, 9))
+    with integration.patched():
+        single = decoded(model)
+        assert_same(generate(model, left_padded(3, 9)), expected)
+        cache = new_cache(model)
+        cache.activate_past_recording()
+        forward(model, tokens(1, 6), cache)
+        recorded = [forward(model, tokens(1, 1, seed=i), cache) for i in range(4)]
+        assert relative_difference(torch.cat(recorded, dim=1), single) < 1e-5
+        assert 1e-3 < relative_difference(decoded(model.bfloat16()).float(), single) < 0.1
+        converted = decoded(model.float())
+    assert relative_difference(converted, decoded(model)) < 1e-5
+
+
+@whole_layers
+def test_a_remembered_layer_is_differentiated_and_counted(cpu_backend: None) -> None:
+    """Whoever wants to see its calls, or a gradient, or the reference, gets that."""
+    model = copy.deepcopy(small_model("qwen3_5"))
+    with integration.patched(), torch.no_grad():
+        expected = decoded(model)
+        with gdn_core.record_calls() as calls:
+            assert torch.equal(decoded(model), expected)
+        assert calls["fused_gdn_decode_post_conv_mtp", "cpu"] == 3 * 4
+        with gdn_core.use_backend("reference"), gdn_core.record_calls() as calls:
+            assert relative_difference(decoded(model), expected) < 1e-5
+        assert {backend for _, backend in calls} == {"reference"}
+        with torch.autocast("cpu", torch.bfloat16):
+            assert relative_difference(decoded(model).float(), expected) > 1e-4
+        cache = new_cache(model)
+        forward(model, tokens(1, 6), cache)
+        state = cache.layers[0].recurrent_states[0]
+        version = state._version
+        forward(model, tokens(1, 1), cache)
+        forward(model, tokens(1, 1), cache)
+        assert state._version >= version + 2
+    with integration.patched():
+        cache = new_cache(model)
+        with torch.no_grad():
+            forward(model, tokens(1, 6), cache)
+        embedded = torch.randn(1, 1, 64, requires_grad=True)
+        with gdn_core.record_calls() as calls:
+            logits = model(inputs_embeds=embedded, use_cache=True, cache=cache).logits
+        assert logits.requires_grad and not calls
+
+
+@whole_layers
+@torch.no_grad()
+def test_nothing_is_remembered_of_a_layer_that_is_gone(cpu_backend: None) -> None:
+    step = importlib.import_module("gdn_core.integrations.transformers.step")
+    with integration.patched():
+        before = len(step._known)
+        model = copy.deepcopy(small_model("qwen3_5"))
+        decoded(model)
+        assert len(step._known) == before + 3
+        del model
+        gc.collect()
+        assert len(step._known) == before
+        decoded(small_model("qwen3_5"))
+    assert not step._known
 
 
 @each_family

@@ -39,7 +39,7 @@ def fused_step(
         convolved,
         (
             mixed_qkv, conv_state, weights.conv_weight, weights.conv_bias, layer.activation, None, None, None, None,
-            None, convolved,
+            None, None, convolved,
         ),
     )  # fmt: skip
     z = z.view(batch, layer.num_v_heads, layer.head_v_dim)
@@ -50,7 +50,8 @@ def fused_step(
         core,
         (
             convolved, a, b, weights.A_log, weights.dt_bias, slots, offsets, None, state, z, weights.norm_weight,
-            None, weights.norm_eps, weights.gate_activation, layer.num_k_heads, layer.head_k_dim, False, None, core,
+            None, weights.norm_eps, weights.gate_activation, layer.num_k_heads, layer.head_k_dim, False, None, None,
+            core,
         ),
     )  # fmt: skip
     return output_projection(layer)(core.view(batch, 1, -1))
