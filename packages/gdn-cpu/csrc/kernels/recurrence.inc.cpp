@@ -22,7 +22,7 @@
 // One core of Zen 4, K = V = 128, fp32 state, bf16 operands, us a head and token (the arithmetic alone: 1.12),
 // the best of many runs on a machine that others used too:
 //            [K, V] from L2 / L3 / memory     [V, K]                  64 tokens, [K, V] / [V, K]
-//   x86_v4   1.3 / 1.5 / 3.9 (17 GB/s)        1.6 / 1.8 / 4.5         1.3 / 1.5
+//   x86_v4   1.4 / 1.5 / 3.0 (22 GB/s)        1.7 / 1.8 / 3.4         1.3 / 1.5
 //   x86_v3   1.6 / 1.8 / 4.1 (16 GB/s)        1.6 / 1.8 / 4.1         1.3 / 1.4
 #include "gated_norm.h"
 #include "kernels.h"
