@@ -213,27 +213,6 @@ def test_a_compiled_model_has_no_graph_break_and_the_same_results(family: str) -
     torch._dynamo.reset()
 
 
-@whole_layers
-@torch.no_grad()
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family in ("qwen3_5", "qwen3_next")])
-def test_inductor_compiles_a_patched_model(family: str) -> None:
-    """Prefill and decoded tokens in one graph each, on transformers' own states."""
-    model, ids = small_model(family), tokens(2, 12)
-    is_whole = family == "qwen3_5"  # experts break transformers' own graph
-
-    def logits(run: Any) -> torch.Tensor:
-        cache = new_cache(model)
-        pieces = [run(ids[:, a:b], use_cache=True, cache=cache).logits for a, b in pairwise((0, 10, 11, 12))]
-        return torch.cat(pieces, dim=1)
-
-    expected = logits(model)
-    torch._dynamo.reset()
-    with integration.patched():
-        compiled = torch.compile(model, fullgraph=is_whole)
-        assert relative_difference(logits(compiled), expected) < 1e-5
-    torch._dynamo.reset()
-
-
 # What a layer's first token has found out holds for the next ones, and no longer than it is true
 
 
