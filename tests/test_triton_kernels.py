@@ -308,7 +308,7 @@ def test_strided_operands_and_pools(op):
         ("num_accepted_tokens", lambda x: x.float(), TypeError),
         ("output_gate_activation", lambda x: "gelu", ValueError),
     ],
-    ids=str,
+    ids=["mixed_qkv", "state", "cu_seqlens", "num_accepted_tokens", "activation"],
 )
 def test_wrong_arguments_raise_before_anything_changes(name, change, error):
     arguments, _ = step(FUSED, (2, 1), 2, accepted=(1, 2))
