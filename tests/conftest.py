@@ -26,6 +26,9 @@ import torch
 import gdn_core
 from gdn_core import _log
 
+# Triton settles how its own functions run when it is first imported, which torch may do before a test asks for it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Test modules share helpers, and pytest's importlib mode puts no directory on the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
