@@ -54,7 +54,7 @@ def arguments(replay=False, lengths=(2, 1), seed=0):
 
 def run(made):
     out = torch.full(made["output_gate"].shape, float("nan"), dtype=torch.bfloat16)
-    tail = [None, 1e-6, "silu", 1, 64, True, None, out]
+    tail = [None, 1e-6, "silu", 1, 64, True, None, None, out]
     first = [made[name] for name in ("mixed_qkv", "a", "b", "A_log", "dt_bias")]
     rest = [made[name] for name in ("cu_seqlens", "num_accepted_tokens", "state", "output_gate", "norm_weight")]
     if "records" in made:

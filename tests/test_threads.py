@@ -37,7 +37,7 @@ PRELUDE = """
         for op in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
             yield op, inputs.delta_rule_arguments((9, *(70,) * 7), 4, 8, 64, 64)
         yield "causal_conv1d_fn", inputs.conv_fn_arguments((9, 700), 200, 4)[0]
-        yield "causal_conv1d_update", inputs.conv_update_arguments((64,) * 8, 160, 4)[0]
+        yield "causal_conv1d_update", inputs.conv_update_arguments((128,) * 8, 160, 4)[0]
 
     torch.set_num_threads(1)
     cases = list(calls())  # torch's own operators start no worker
