@@ -66,7 +66,10 @@ def test_demo_in_float32_gives_equal_tokens(tmp_path: Path, capsys: pytest.Captu
     assert "Greedy tokens: 6 of 6 equal" in text and "prefill, tokens/s" in text
 
 
-def test_demo_shows_what_drafts_bring(tmp_path: Path, capsys: pytest.CaptureFixture[str], cpu_backend: None) -> None:
+def test_demo_shows_what_drafts_bring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cpu_backend: None
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # wide enough that no cell is folded
     path = tmp_path / "demo.json"
     argv = ("--dtype", "float32", "--speculate", "--new-tokens", "60", "--json", str(path))
     assert demo.run(arguments(*argv), SHAPE) == 0
@@ -81,6 +84,7 @@ def test_demo_shows_what_drafts_bring(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_figure_taken_beside_others_is_marked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(timing.Others, "disturb", True)
     assert demo.run(arguments("--dtype", "float32"), SHAPE) == 0
     text = capsys.readouterr().out
