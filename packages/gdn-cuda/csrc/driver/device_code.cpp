@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "driver/device_code.h"
 
-// Files that the build made, from symbol to symbol_end.
-#define GDN_EMBED(SYMBOL, FILE)                                                                                    \
-  __asm__(".section .rodata\n.balign 64\n" #SYMBOL ":\n.incbin \"" FILE "\"\n" #SYMBOL "_end:\n.byte 0\n.text\n"); \
+// Files that the build made, from symbol to symbol_end. Global, though hidden: an assembler for Arm names a local
+// symbol by its section, of which the linker's table of addresses then holds the start.
+#define GDN_EMBED_SYMBOL(SYMBOL) ".globl " #SYMBOL "\n.hidden " #SYMBOL "\n" #SYMBOL ":\n"
+#define GDN_EMBED(SYMBOL, FILE)                                                                                \
+  __asm__(".section .rodata\n.balign 64\n" GDN_EMBED_SYMBOL(SYMBOL) ".incbin \"" FILE "\"\n" GDN_EMBED_SYMBOL( \
+      SYMBOL##_end) ".byte 0\n.text\n");                                                                       \
   extern "C" const char SYMBOL[], SYMBOL##_end[];
 #include "device_code_table.h"
 #undef GDN_EMBED
+#undef GDN_EMBED_SYMBOL
 
 namespace gdn::cuda {
 namespace {
