@@ -194,7 +194,6 @@ def test_the_cache_keeps_its_own_tensors_and_dtypes(state_dtype: torch.dtype) ->
     assert state.dtype == state_dtype and not torch.equal(state, before)
 
 
-@pytest.mark.slow
 @whole_layers
 @torch.no_grad()
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in ("qwen3_5", "olmo_hybrid")])
