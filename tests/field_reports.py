@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The field reports, by id: what each is a kind of, the operations it concerns, and whether tests cover it yet.
+"""The field reports, by id: what each is a kind of, and the operations it concerns.
 
 Faults that users of other implementations reported, as kinds of cases. A test names those it covers in its marker
-`report`; `test_field_report_list.py` fails for an id that no test covers and that is not still to come.
+`report`; `test_field_report_list.py` fails for an id that no test covers.
 """
 
 from typing import NamedTuple
@@ -11,10 +11,7 @@ from typing import NamedTuple
 class Report(NamedTuple):
     kind: str
     ops: str
-    state: str = "tested"
 
-
-TO_COME = "to come"
 
 REPORTS = {
     "A01": Report("decays too small to divide by", "chunk"),

@@ -11,7 +11,7 @@ import torch
 
 import cuda_emulator
 import gdn_core
-from contract_calls import DECODE, FLOATS, call, call_on_rows, same_bits, untouched
+from contract_calls import DECODE, FLOATS, call, same_bits, untouched
 from gdn_core import ReplayRecords
 from gdn_core.testing import clone, inputs, oracle, packed_relative_error, relative_error, to_float64, tolerance
 
@@ -178,25 +178,6 @@ def test_long_rows_have_the_bits_of_single_tokens(emulator):
 def test_up_to_16_tokens(emulator, op, S):
     lengths, accepted = (S, max(S - 1, 1), 1), (S, 0, (S + 1) // 2)
     check(op, *fused_call(op, lengths, S, (1, 2, 64, 64), accepted=accepted, dtype=torch.float16))
-
-
-@BOTH_FUSED
-@SPLITS
-def test_some_rows_of_the_tables(emulator, op, processors):
-    """Two calls, each with some rows, are one with all; between them the others are left alone."""
-    emulator.configure(num_processors=processors)
-    arguments, _ = fused_call(op, (2, 1, 3, 0, 1), 3, (2, 4, 64, 64), accepted=(3, 1, 2, 1, 2))
-    arguments["out"] = torch.full(arguments["output_gate"].shape, math.nan)
-    whole, parts = clone(arguments), clone(arguments)
-    call(op, whole)
-    call_on_rows(op, parts, [4, 0])
-    assert bool(parts["out"][2:6].isnan().all())
-    assert same_bits(parts["out"][[0, 1, 6]], whole["out"][[0, 1, 6]])
-    call_on_rows(op, parts, [2, 1, 3])
-    for mine, other in zip((parts["out"], pool_of(parts)), (whole["out"], pool_of(whole)), strict=True):
-        assert same_bits(mine, other)
-    for mine, other in zip(records_of(parts), records_of(whole), strict=True):
-        assert torch.equal(mine, other)
 
 
 @BOTH_FUSED

@@ -197,7 +197,8 @@ def test_the_cache_keeps_its_own_tensors_and_dtypes(state_dtype: torch.dtype) ->
 @whole_layers
 @torch.no_grad()
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in ("qwen3_5", "olmo_hybrid")])
-def test_a_compiled_model_has_no_graph_break_and_the_same_results(family: str) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model_has_no_graph_break_and_the_same_results(family: str, backend: str) -> None:
     model, ids = small_model(family), tokens(2, 12)
 
     def logits(run: Any) -> torch.Tensor:
@@ -208,7 +209,7 @@ def test_a_compiled_model_has_no_graph_break_and_the_same_results(family: str) -
     expected = logits(model)
     torch._dynamo.reset()
     with integration.patched():
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
         assert relative_difference(logits(compiled), expected) < 1e-5
     torch._dynamo.reset()
 
@@ -839,25 +840,3 @@ def test_the_plan_of_a_model_without_weights(cpu_backend: None) -> None:
     layer.activation = "gelu"
     if HAS_LAYERS:
         assert integration.plan_layers(layer, torch.bfloat16)[0].reason == "gdn has no convolution with gelu"
-
-
-@pytest.mark.slow
-@whole_layers
-@torch.no_grad()
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family in ("qwen3_5", "qwen3_next")])
-def test_inductor_compiles_a_patched_model(family: str) -> None:
-    """Prefill and decoded tokens in one graph each, on transformers' own states."""
-    model, ids = small_model(family), tokens(2, 12)
-    is_whole = family == "qwen3_5"  # experts break transformers' own graph
-
-    def logits(run: Any) -> torch.Tensor:
-        cache = new_cache(model)
-        pieces = [run(ids[:, a:b], use_cache=True, cache=cache).logits for a, b in pairwise((0, 10, 11, 12))]
-        return torch.cat(pieces, dim=1)
-
-    expected = logits(model)
-    torch._dynamo.reset()
-    with integration.patched():
-        compiled = torch.compile(model, fullgraph=is_whole)
-        assert relative_difference(logits(compiled), expected) < 1e-5
-    torch._dynamo.reset()

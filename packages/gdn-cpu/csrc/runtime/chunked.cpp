@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,33 +11,10 @@
 #include "runtime/openblas.h"
 #include "runtime/parallel.h"
 #include "runtime/team.h"
+#include "runtime/thread_memory.h"
 
 namespace gdn::cpu {
 namespace {
-
-struct FreeDeleter {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-// Memory that one thread keeps from call to call, as large as it ever needed.
-class ThreadMemory {
- public:
-  void* at_least(std::int64_t bytes) {
-    if (bytes > size_) {
-      const auto alignment = static_cast<std::int64_t>(kScratchAlignment);
-      const std::int64_t rounded = (bytes + alignment - 1) / alignment * alignment;
-      memory_.reset();
-      memory_.reset(std::aligned_alloc(kScratchAlignment, static_cast<std::size_t>(rounded)));
-      if (memory_ == nullptr) std::abort();  // in a parallel region: nothing sensible is left to do
-      size_ = rounded;
-    }
-    return memory_.get();
-  }
-
- private:
-  std::unique_ptr<void, FreeDeleter> memory_;
-  std::int64_t size_ = 0;
-};
 
 ThreadMemory& workspace_memory() {
   thread_local ThreadMemory memory;
