@@ -23,6 +23,8 @@ SKIPPED = 77
 PACKAGES = ("gdn-core", *NATIVE_PACKAGES)
 # Objects of the wheels' own build stay here, for the instruction-set check.
 WHEEL_BUILD = ROOT / "build" / "wheels"
+# For the whole suite: a test uses one thread unless it asks for more. Each process holds torch, so memory sets a limit.
+SIDE_BY_SIDE = ("-n", str(min(os.cpu_count() or 1, 4)))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -142,13 +144,15 @@ def _check_device_code() -> None:
 def _test(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.arch:
         return run_tests_on(options.arch, arguments, options.full)
-    return _test_everything(arguments) if options.full else run_tests(["-m", "not slow", *arguments])
+    if options.full:
+        return _test_everything(arguments)
+    return run_tests(["-m", "not slow", *(arguments or SIDE_BY_SIDE)])
 
 
 def _test_everything(arguments: Sequence[str]) -> int:
     stages = Stages()
     stages.run("lint", lint)
-    stages.run("tests, slow ones too", lambda: _require_success(run_tests(arguments)))
+    stages.run("tests, slow ones too", lambda: _require_success(run_tests(arguments or SIDE_BY_SIDE)))
     stages.run("planted faults", lambda: check([PYTHON, "tools/mutants.py"]))
     stages.run("sdists, wheels and their checks", build)
     stages.run("wheels in empty environments", lambda: check([PYTHON, "tools/check_install.py", DIST]))
