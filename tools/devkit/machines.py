@@ -92,21 +92,21 @@ EMULATED: Mapping[str, Machine] = {
         ("baseline", "arm_bf16"),
         _arm,
         ("-k", "cpu- or test_binding or test_installed", *_NATIVE_PACKAGES_TESTS, "--one-in=4", "-n2"),
-        ("-k", "cpu- or test_binding or test_threads or test_installed", *_NATIVE_PACKAGES_TESTS, "-n2"),
+        ("-k", "cpu- or test_binding or test_threads or test_installed", *_NATIVE_PACKAGES_TESTS, "--one-in=2", "-n2"),
     ),
     # AVX2 without AVX-512.
     "x86_v3": Machine(
         ("baseline", "x86_v3"),
         lambda: _older_x86("x86_v3", "max"),
         ("-k", "cpu-x86_v3", "--one-in=12"),
-        ("-k", "cpu-x86_v3", "-n2"),
+        ("-k", "cpu-x86_v3", "--one-in=3", "-n2"),
     ),
     # SSE4.2, the least that numpy starts on.
     "x86_baseline": Machine(
         ("baseline",),
         lambda: _older_x86("x86_baseline", "Nehalem"),
         ("-k", "cpu-baseline", "--one-in=16"),
-        ("-k", "cpu-baseline", "-n2"),
+        ("-k", "cpu-baseline", "--one-in=3", "-n2"),
     ),
     "x86_amx": Machine(
         X86_LEVELS,
