@@ -9,7 +9,8 @@ to the linker, which keeps either copy: an AVX-512 one may then run on a machine
 the wrong flags crashes only on machines that nobody tests on. So, for every object below BUILD_DIR:
 
 - kernels of a level define no weak or unique symbol, and nothing visible outside the level's own namespace;
-- instructions, registers included, are at most those of the object's level; objects of no level count as baseline.
+- instructions, registers included, are at most those of the object's level, and of no extension that no level is
+  compiled for; objects of no level count as baseline.
 
 A linked module shows what the linker kept. There the namespace in a function's symbol is its level, and everything else
 counts as baseline: an inline function of which an AVX-512 copy was kept is found by its own name.
@@ -30,23 +31,48 @@ X86_LEVELS = ("baseline", "x86_v3", "x86_v4", "x86_v4_bf16", "x86_amx")
 ARM_LEVELS = ("baseline", "arm_bf16")
 SHOWN_PER_FILE = 5
 
+# Above every level: what no level is compiled for, however new the processors that have it.
+NO_LEVEL = "an extension that no level has"
+
 # What first appears at a level, in objdump's text: mnemonic and operands. Baseline x86-64 has SSE2 only, so SSE3 to
-# SSE4.2 count as x86_v3, whose flags imply them.
+# SSE4.2 count as x86_v3, whose flags imply them. Not here: tzcnt, which compilers emit for the baseline too, since
+# older processors take it for bsf.
 _X86_FIRST_AT = {
     "x86_v3": re.compile(
-        r"%ymm|^v|^(mulx|pdep|pext|rorx|sarx|shlx|shrx|bzhi|andn|blsi|blsr|blsmsk|bextr|popcnt|crc32|movbe)\b"
-        r"|^(p?haddp?|phsub|movddup|movs[hl]dup|lddqu|pshufb|palignr|pabs|psign|pmaddubsw|pmulhrsw)"
+        r"%ymm|^v|^(mulx|pdep|pext\b|rorx|sarx|shlx|shrx|bzhi|popcnt|crc32)"
+        r"|^(addsubp|p?h(add|sub)|mov[sd]\w*dup|lddqu|fisttp|m(onitor|wait)\b|pshufb|palignr|pabs|psign|pmaddubsw|pmulhrsw)"
         r"|^(p?blend|dpp|extractps|insertps|pinsr[bdq]|pextr[bdq]|pm(ax|in)(s[bd]|u[dw])|pmov[sz]x|pmul(dq|ld)|ptest|round[ps])"
-        r"|^(pcmp(eqq|gtq|[ei]str)|packusdw|mpsadbw|phminposuw)"
+        r"|^(pcmp(eqq|gtq|[ei]str)|packusdw|mpsadbw|movntdqa|phminposuw|pextrw.*\()"
     ),
-    "x86_v4": re.compile(r"%zmm|%[xyz]mm(1[6-9]|2\d|3[01])\b|%k[0-7]\b"),
-    "x86_v4_bf16": re.compile(r"^(vdpbf16ps|vcvtne2?ps2bf16|vpdp)"),
+    # However it is called: a form of 128 or 256 bits and with registers 0 to 15 differs in its encoding only.
+    "x86_v4": re.compile(r"^\{evex\}|%zmm|%k[0-7]\b"),
+    "x86_v4_bf16": re.compile(r"^(\{evex\} )?(vdpbf16ps|vcvtne2?ps2bf16|vpdp)"),
     "x86_amx": re.compile(r"%tmm|^(ldtilecfg|sttilecfg|tilerelease)"),
+    # What -march=native would add: BMI and LZCNT, cryptography, random numbers; of AVX-512 VBMI, IFMA, VPOPCNTDQ,
+    # BITALG and FP16; with VEX what AVX-512 has with EVEX; other products of AMX.
+    NO_LEVEL: re.compile(
+        r"^\{vex\}|^(andn|bextr|bls(i|r|msk)|lzcnt|movbe|ad[co]x)[lqw]?\b"
+        r"|^(rdrand|rdseed|v?aes|v?pclmul|sha(1|256)|gf2p8)"
+        r"|^(\{evex\} )?v(aes|pclmul|gf2p8|perm(i2|t2)?b\b|pmultishift|p(compress|expand)[bw]\b|psh[lr]d|pmadd52)"
+        r"|^\{evex\} v(popcnt|pshufbitqmb|p2intersect|movw|(?!cvtps2ph\b)\w+[ps]h\b|cvt\w*(ph2(?!ps\b)|sh2|2ph[xyz]))"
+        r"|^(tdp(?!bf16ps)|tcmm|tconj|ttdp)"
+    ),
 }
 # Baseline Arm is armv8-a: it converts half precision, and neither computes in it nor knows bf16 and dot products.
+# Atomic operations and rounding products are of armv8.1, which bf16 implies.
 _ARM_FIRST_AT = {
-    "arm_bf16": re.compile(r"^(bf(dot|mmla|mlal[bt]|cvt\w*)|[su]dot)\b|^(?!fcvt|fmov)f\w+\s+(v\d+\.[48]h|h\d+)"),
+    "arm_bf16": re.compile(
+        r"^(bf(dot|mmla|mlal[bt]|cvt\w*)|[su]dot)\b|^(?!fcvt|fmov)f\w+\s+(v\d+\.[48]h|h\d+)"
+        r"|^(cas|swp|(ld|st)(add|clr|eor|set|[su](max|min))(a?l?[bh]?)\s|sqrdml[as]h)"
+    ),
+    # SVE and SME, products of bytes, widening products of halves, complex numbers, cryptography.
+    NO_LEVEL: re.compile(
+        r"\b[zp]\d+\.[bhsdq]\b|\bp\d+/[mz]\b|^(cnt[bhwd]|rdvl|addvl|smstart|smstop)\b"
+        r"|^([su]mmla|usmmla|usdot|sudot|fml[as]l2?|fc(mla|add)|fjcvtzs)\b|^(aes|sha(1|256|512))|^pmull2?\s+\S+\.1q"
+    ),
 }
+# libgcc's, which look at the processor before they use what armv8.1 has.
+_CHECKED_FIRST = re.compile(r"__aarch64_(cas|swp|ldadd|ldclr|ldeor|ldset)\d+_\w+$")
 
 _OBJECT_LIBRARY = re.compile(r"/(?P<target>[\w-]+?)_kernels_(?P<level>\w+)\.dir/")
 # gdn::cpu::<level>::..., mangled: the length of a name stands before it.
@@ -99,7 +125,7 @@ def leaked_instructions(item: Object) -> Iterator[str]:
     """Name the instructions of an object that its level does not have, once per mnemonic."""
     seen = set()
     for _, instruction in instructions(item.path):
-        level, mnemonic = first_level(instruction, item.path), instruction.split(maxsplit=1)[0]
+        level, mnemonic = first_level(instruction, item.path), instruction.removeprefix("{evex} ").split(maxsplit=1)[0]
         if mnemonic not in seen and is_above(level, item.level, item.path):
             seen.add(mnemonic)
             yield f"needs {level}: {instruction}"
@@ -112,7 +138,7 @@ def leaks_in_module(path: Path) -> Iterator[str]:
         match = _LEVEL_NAMESPACE.match(function)
         own = match[1].lstrip("0123456789") if match else "baseline"
         level = first_level(instruction, path)
-        if function not in seen and is_above(level, own, path):
+        if function not in seen and is_above(level, own, path) and not _CHECKED_FIRST.match(function):
             seen.add(function)
             yield f"{function} is of the level {own} and needs {level}: {instruction}"
 
@@ -123,14 +149,24 @@ def has_symbols(path: Path) -> bool:
 
 
 def instructions(path: Path) -> Iterator[tuple[str, str]]:
-    """Disassemble a file into pairs: the symbol of the function, and one instruction with its operands."""
+    """Disassemble a file into pairs: the symbol of the function, and one instruction with its operands.
+
+    One with an EVEX prefix, as AVX-512 has, is marked with "{evex}".
+    """
     function = ""
-    for line in output(objdump_for(path), "-d", "--no-show-raw-insn", path).splitlines():
-        address, separator, instruction = line.partition(":\t")
+    has_evex = machine(path) == "x86"
+    for line in output(objdump_for(path), "-d", "--insn-width=15", path).splitlines():
+        address, separator, rest = line.partition(":\t")
         if separator and address.strip():
-            yield function, instruction.strip()
+            encoding, _, instruction = rest.partition("\t")
+            mark = "{evex} " if has_evex and _EVEX.match(encoding) else ""
+            yield function, mark + instruction.strip().removeprefix("{evex} ")
         elif line.endswith(">:"):
             function = line[line.index("<") + 1 : -2]
+
+
+# After prefixes that change the segment or the size of an address.
+_EVEX = re.compile(r"((26|2e|36|3e|64|65|67) )*62 ")
 
 
 def first_level(instruction: str, path: Path) -> str:
@@ -147,7 +183,8 @@ def is_above(level: str, other: str, path: Path) -> bool:
 
 @cache
 def _levels(path: Path) -> tuple[tuple[str, ...], dict[str, re.Pattern[str]]]:
-    return (X86_LEVELS, _X86_FIRST_AT) if machine(path) == "x86" else (ARM_LEVELS, _ARM_FIRST_AT)
+    levels, first_at = (X86_LEVELS, _X86_FIRST_AT) if machine(path) == "x86" else (ARM_LEVELS, _ARM_FIRST_AT)
+    return (*levels, NO_LEVEL), first_at
 
 
 def objdump_for(path: Path) -> str:
