@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.metadata
 import io
 import os
@@ -22,6 +24,7 @@ sys.path.append(str(ROOT / "tools"))
 for needed in ("auditwheel", "abi3audit", "twine", "elftools", "scikit_build_core"):
     pytest.importorskip(needed, reason="the pinned tools are not installed")
 import check_isa_leaks  # noqa: E402
+import check_wheel  # noqa: E402
 from gates.programs import program_problems  # noqa: E402
 from gates.sdist import sdist_problems  # noqa: E402
 from gates.wheel import wheel_problems  # noqa: E402
@@ -31,15 +34,28 @@ WITH_TOOLS = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 MODULE = "gdn_cpu/_C.abi3.so"
 ON_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
 
+INFO = f"gdn_cpu-{(ROOT / 'VERSION').read_text().strip()}.dist-info"
+
 Contents = dict[str, bytes]
 
 
 def read(path: Path) -> Contents:
     with zipfile.ZipFile(path) as wheel:
-        return {name: wheel.read(name) for name in wheel.namelist()}
+        return {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
 
 
 def write(path: Path, contents: Mapping[str, bytes]) -> Path:
+    """Write a wheel of these contents, with a RECORD of them where there is to be one."""
+    records = [file for file in contents if file.endswith("/RECORD")]
+    rows = [f"{file},sha256={digest(data)},{len(data)}\n" for file, data in contents.items() if file not in records]
+    return write_as_is(path, {**contents, **{file: "".join([*rows, f"{file},,\n"]).encode() for file in records}})
+
+
+def digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+def write_as_is(path: Path, contents: Mapping[str, bytes]) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, content in contents.items():
             wheel.writestr(name, content)
@@ -57,8 +73,6 @@ def cpu_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made_by_pip = ("INSTALLER", "REQUESTED", "direct_url.json")
     files = [file for file in installed.files if file.name not in made_by_pip and file.suffix != ".pyc"]
     contents = {str(file): Path(file.locate()).read_bytes() for file in files}
-    (record,) = (path for path in contents if path.endswith("/RECORD"))
-    contents[record] = "".join(f"{path},,\n" for path in contents).encode()
     name = f"gdn_cpu-{installed.version}-cp310-abi3-linux_{platform.machine()}.whl"
     plain = write(folder / name, contents)
     repair = ["auditwheel", "repair", "--patcher", "none", "--wheel-dir", folder / "repaired", plain]
@@ -130,6 +144,14 @@ LOOP = "void clear(int* x) {\n#pragma omp parallel for\nfor (int i = 0; i < 8; +
 ADD = "typedef float V __attribute__((vector_size(64)));\nvoid add(V* x, const V* y) { *x += *y; }"
 
 
+def called(name: str) -> str:
+    return f'extern "C" int {name}();\nint f() {{ return {name}(); }}'
+
+
+# Relocations enough that packing them saves something.
+PACKED = f"static int x;\nint* table[64] = {{{'&x, ' * 64}}};\n{called('rand')}"
+
+
 @pytest.mark.report("E01", "E07", "D08")
 @pytest.mark.parametrize(
     ("source", "options", "problem"),
@@ -143,13 +165,43 @@ ADD = "typedef float V __attribute__((vector_size(64)));\nvoid add(V* x, const V
             "expects omp_get_num_t",
         ),
         ("", ["-s"], "is stripped"),
+        # The same faults in other words.
+        ("", ["-Wl,--no-as-needed", "-l:libgomp.so.1"], "needs libgomp.so.1. Do not link it"),
+        ("", ["-Wl,-f,libgomp.so.1"], "brings in another library (DT_AUXILIARY)"),
+        ("", ["-Wl,--enable-new-dtags,-rpath,$ORIGIN/../torch/lib"], "search path of its own (RPATH)"),
+        (called("aoti_torch_delete_tensor_object"), [], "expects aoti_torch_delete_tensor_object from"),
+        (called("_ZN5torch8autograd7executeEv"), [], "expects _ZN5torch8autograd7executeEv from"),
+        (
+            'extern "C" int _ZTVN3c1010TensorImplE;\nint* f() { return &_ZTVN3c1010TensorImplE; }',
+            [],
+            "expects _ZTVN3c10",
+        ),
+        (called("__cudaRegisterFatBinary"), [], "expects __cudaRegisterFatBinary from"),
+        (called("nvrtcVersion"), [], "expects nvrtcVersion from"),
+        (called("cblas_sgemm"), [], "expects cblas_sgemm from"),
+        ("", ["-Wl,-z,execstack"], "stack that can be executed"),
+        (
+            'asm(".data\\n.text\\n.globl at\\n.hidden at\\nat: .quad PyInit__C\\n");',
+            ["-Wl,-z,notext"],
+            "code that is changed",
+        ),
+        (PACKED, ["-Wl,-z,pack-relative-relocs"], "asks for GLIBC_ABI_DT_RELR (no symbol), which manylinux"),
     ],
-    ids=["libgomp", "rpath", "export", "foreign", "stripped"],
+    ids=[
+        *("libgomp", "rpath", "export", "foreign", "stripped", "libgomp by its file", "auxiliary", "runpath"),
+        *("torch's C", "torch's C++", "torch's tables", "CUDA", "NVRTC", "BLAS", "stack", "relocated code", "packed"),
+    ],
 )
 def test_a_module_that_links_what_it_must_not(small_wheel: Path, tmp_path: Path, source, options, problem):
     contents = read(small_wheel)
     contents[MODULE] = compiled(tmp_path, ENTRY + source, "-fvisibility=hidden", *options)
     assert problem in found(write(tmp_path / small_wheel.name, contents))
+
+
+def test_a_module_that_python_cannot_find(small_wheel: Path, tmp_path: Path):
+    contents = read(small_wheel)
+    contents[MODULE] = compiled(tmp_path, "int nothing() { return 0; }", "-fvisibility=hidden")
+    assert "does not export PyInit__C" in found(write(tmp_path / small_wheel.name, contents))
 
 
 @ON_X86
@@ -203,6 +255,11 @@ def replaced(file: str, old: str, new: str) -> Callable[[Contents], Contents]:
         (lambda contents: contents | {"tests/test_it.py": b""}, "installs outside of gdn_cpu: tests"),
         (lambda contents: contents | {"gdn_cpu.libs/libgomp.so.1": b""}, "installs outside of gdn_cpu: gdn_cpu.libs"),
         (without("/py.typed"), "no gdn_cpu/py.typed"),
+        (without("/_C.pyi"), "lacks gdn_cpu/_C.pyi"),
+        (lambda contents: contents | {"gdn_cpu/helper": contents[MODULE]}, "holds gdn_cpu/helper, which is no source"),
+        (lambda contents: contents | {"gdn_cpu/__pycache__/a.cpython-310.pyc": b""}, "holds gdn_cpu/__pycache__/a.cpy"),
+        (lambda contents: contents | {"gdn_cpu/csrc/a.cpp": b""}, "holds gdn_cpu/csrc/a.cpp, which is no source"),
+        (lambda contents: contents | {f"{INFO}/licenses/COPYING": b"GPL"}, f"holds {INFO}/licenses/COPYING"),
         (without(".so"), "shared objects: expected ['gdn_cpu/_C.abi3.so'], got []"),
         (without("/entry_points.txt"), "entry points: expected"),
         (replaced("/METADATA", "nanobind-backend>=1.0", "nanobind-backend==1.0"), "unexpected requirement nanobind-b"),
@@ -211,11 +268,51 @@ def replaced(file: str, old: str, new: str) -> Callable[[Contents], Contents]:
             "expected Requires-Python: >=3.10",
         ),
         (replaced("/WHEEL", "cp310-abi3", "cp311-cp311"), "in the file WHEEL"),
+        (replaced("/WHEEL", "Purelib: false", "Purelib: true"), "Root-Is-Purelib is true"),
+        (without("/METADATA"), "no METADATA in the wheel"),
+        (without("/WHEEL"), "no WHEEL in the wheel"),
+        (without("/RECORD"), "no RECORD in the wheel"),
+        (
+            replaced("/METADATA", "License-File: LICENSE", "License-File: LICENSE\nLicense-File: COPYING"),
+            "got LICENSE, C",
+        ),
+        (replaced("/METADATA", "Provides-Extra: openblas\n", ""), "expected the extras ['openblas'], got []"),
         (lambda contents: contents | {MODULE: b"not an ELF file"}, "is not a shared object"),
     ],
 )
 def test_a_wheel_with_wrong_contents(small_wheel: Path, tmp_path: Path, change, problem):
     assert problem in found(write(tmp_path / small_wheel.name, change(read(small_wheel))))
+
+
+def test_a_wheel_without_one_of_its_modules(core_wheel: Path, tmp_path: Path):
+    path = write(tmp_path / core_wheel.name, without("gdn_core/cli/__init__.py")(read(core_wheel)))
+    assert found(path) == "lacks gdn_core/cli/__init__.py. Mend wheel.packages in pyproject.toml"
+
+
+def test_an_extra_that_is_not_declared(core_wheel: Path, tmp_path: Path):
+    path = write(tmp_path / core_wheel.name, replaced("/METADATA", "Provides-Extra: cuda\n", "")(read(core_wheel)))
+    assert "expected the extras ['cpu', 'cuda', 'transformers', 'triton']" in found(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (replaced("gdn_core/_registry.py", "import", "import "), "gdn_core/_registry.py is not the file that was rec"),
+        (lambda contents: contents | {"gdn_core/more.py": b""}, "gdn_core/more.py is not listed"),
+        (without("gdn_core/_registry.py"), "gdn_core/_registry.py is listed and not there"),
+    ],
+    ids=["changed", "added", "removed"],
+)
+def test_a_record_of_other_files(core_wheel: Path, tmp_path: Path, change, problem):
+    path = write_as_is(tmp_path / core_wheel.name, change(read(core_wheel)))
+    assert f"RECORD: {problem}" in found(path)
+
+
+def test_a_file_that_is_in_a_wheel_twice(core_wheel: Path, tmp_path: Path):
+    path = write_as_is(tmp_path / core_wheel.name, read(core_wheel))
+    with zipfile.ZipFile(path, "a") as wheel, pytest.warns(UserWarning, match="Duplicate name"):
+        wheel.writestr("gdn_core/_registry.py", b"")
+    assert "no single copy of each file" in found(path)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
@@ -269,6 +366,14 @@ def test_a_description_that_no_index_renders(core_wheel: Path, tmp_path: Path):
     assert "twine failed" in found(write(tmp_path / core_wheel.name, contents), program_problems)
 
 
+@pytest.mark.parametrize("kept", [0, 1000, -2000])
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_a_file_that_is_cut_off(core_wheel: Path, cpu_sdist: Path, tmp_path: Path, kind, kept):
+    whole = core_wheel if kind == "wheel" else cpu_sdist
+    (tmp_path / whole.name).write_bytes(whole.read_bytes()[:kept])
+    assert "cannot be read (" in found(tmp_path / whole.name, check_wheel.problems)
+
+
 @pytest.mark.parametrize(
     ("left_out", "problem"),
     [
@@ -278,6 +383,10 @@ def test_a_description_that_no_index_renders(core_wheel: Path, tmp_path: Path):
         ("/csrc/kernels/simd/transpose.h", "lacks ../simd/transpose.h, which"),
         ("/LICENSE", "licence: expected the repository's LICENSE"),
         ("/VERSION", "lacks VERSION"),
+        ("/csrc/binding/records.cpp", "lacks csrc/binding/records.cpp"),
+        ("/src/gdn_cpu/_C.pyi", "lacks src/gdn_cpu/_C.pyi"),
+        ("/tests/test_installed.py", "lacks tests/test_installed.py"),
+        ("/PKG-INFO", "expected Version: "),
     ],
 )
 def test_an_sdist_that_lacks_something(cpu_sdist: Path, tmp_path: Path, left_out, problem):
@@ -295,14 +404,48 @@ def test_an_sdist_with_links_and_build_products(cpu_sdist: Path, tmp_path: Path)
 
     seen = found(changed_sdist(cpu_sdist, tmp_path, change), sdist_problems)
     assert "LICENSE is a link" in seen
-    assert "contains the build product build/kernel.so" in seen
+    assert "holds build/kernel.so, which is no source" in seen
 
 
-def changed_sdist(sdist: Path, folder: Path, change: Callable[[tarfile.TarInfo], tarfile.TarInfo | None]) -> Path:
+@pytest.mark.parametrize(
+    "junk", [".venv/bin/activate", "dist/other.whl", "CMakeCache.txt", "src/gdn_cpu/a.o", ".git/HEAD"]
+)
+def test_an_sdist_with_what_lay_about(cpu_sdist: Path, tmp_path: Path, junk):
+    root = cpu_sdist.name.removesuffix(".tar.gz")
+    path = changed_sdist(cpu_sdist, tmp_path, lambda member: member, {f"{root}/{junk}": b""})
+    assert found(path, sdist_problems) == (
+        f"holds {junk}, which is no source of the package. Build in a folder that .gitignore names"
+    )
+
+
+def test_an_sdist_that_unpacks_beside_itself(cpu_sdist: Path, tmp_path: Path):
+    path = changed_sdist(cpu_sdist, tmp_path, lambda member: member, {"elsewhere/setup.py": b""})
+    assert "elsewhere/setup.py lies outside of gdn_cpu-" in found(path, sdist_problems)
+
+
+def test_an_sdist_of_another_version_than_it_says(cpu_sdist: Path, tmp_path: Path):
+    root = cpu_sdist.name.removesuffix(".tar.gz")
+    version = f"{root}/VERSION"
+    path = changed_sdist(
+        cpu_sdist, tmp_path, lambda member: None if member.name == version else member, {version: b"9.9.9\n"}
+    )
+    assert "VERSION: expected " in found(path, sdist_problems)
+
+
+def changed_sdist(
+    sdist: Path,
+    folder: Path,
+    change: Callable[[tarfile.TarInfo], tarfile.TarInfo | None],
+    added: Mapping[str, bytes] = {},
+) -> Path:
     with tarfile.open(sdist) as old, tarfile.open(folder / sdist.name, "w:gz") as new:
         for member in old.getmembers():
             content = old.extractfile(member)
             kept = change(member)
             if kept is not None:
                 new.addfile(kept, io.BytesIO(content.read()) if content else None)
+        for name, data in added.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            new.addfile(member, io.BytesIO(data))
     return folder / sdist.name

@@ -7,13 +7,16 @@
 Looks at the finished files, not at how they were made. With --release also whether they are what a release promises.
 Needs pyelftools, auditwheel, abi3audit and twine (the pinned tools), and objdump for the wheels' processors.
 
-Gates: name and tag, size, contents, licence, metadata and pins, entry points, linked libraries, symbols and their
-versions against the tag (gates/library.py), instruction-set levels (check_isa_leaks.py), completeness of sdists
-(gates/sdist.py), auditwheel, abi3audit, twine (gates/programs.py).
+Gates: name and tag, size, contents against the sources of this checkout, RECORD, licence, metadata, pins and extras,
+entry points, linked libraries, symbols and their versions against the tag (gates/library.py), instruction-set levels
+(check_isa_leaks.py), completeness of sdists (gates/sdist.py), auditwheel, abi3audit, twine (gates/programs.py).
 """
 
 import argparse
 import sys
+import tarfile
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,10 +31,11 @@ def problems(path: Path, *, is_release: bool = False) -> Iterator[str]:
     if path.name.split("-")[0] not in PACKAGES or not path.name.endswith((".whl", ".tar.gz")):
         yield f"is no wheel or sdist of {', '.join(PACKAGES)}. Remove it, or describe it in tools/gates/expected.py"
         return
-    if path.suffix == ".whl":
-        yield from wheel_problems(path, is_release=is_release)
-    else:
-        yield from sdist_problems(path)
+    try:
+        yield from wheel_problems(path, is_release=is_release) if path.suffix == ".whl" else sdist_problems(path)
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
+        yield f"cannot be read ({error}). It was damaged after it was built: build it again"
+        return
     yield from program_problems(path)
 
 

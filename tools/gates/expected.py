@@ -24,17 +24,7 @@ class Expected:
     max_size: int
     requirements: frozenset[str]
     entry_points: frozenset[tuple[str, str]]
-    sdist_files: tuple[str, ...]
 
-
-# What CMake reads by names that it puts together; files that are included by name are found without a list.
-_CMAKE = (
-    "CMakeLists.txt",
-    "cmake/GdnProject.cmake",
-    "cmake/GdnPython.cmake",
-    "cmake/exports.map",
-    "cmake/abi/decode_ops.h",
-)
 
 PACKAGES = {
     "gdn_core": Expected(
@@ -52,26 +42,17 @@ PACKAGES = {
             }
         ),
         entry_points=frozenset({("console_scripts", "gdn = gdn_core.cli:main")}),
-        sdist_files=("src/gdn_core/__init__.py", "src/gdn_core/py.typed"),
     ),
     "gdn_cpu": Expected(
         tag=_NATIVE_TAG,
         max_size=8 * MIB,
         requirements=frozenset({"nanobind-backend>=1.0", 'scipy-openblas32>=0.3.27; extra == "openblas"'}),
         entry_points=frozenset({("gdn_core.backends", "cpu = gdn_cpu:provider")}),
-        sdist_files=(*_CMAKE, "cmake/GdnIsa.cmake", "csrc/kernels/params.h", "csrc/binding/module.cpp"),
     ),
     "gdn_cuda": Expected(
         tag=_NATIVE_TAG,
         max_size=20 * MIB,
         requirements=frozenset({"nanobind-backend>=1.0"}),
         entry_points=frozenset({("gdn_core.backends", "cuda = gdn_cuda:provider")}),
-        sdist_files=(
-            *_CMAKE,
-            "architectures.txt",
-            "device_code.py",
-            "csrc/binding/module.cpp",
-            "csrc/kernels/fused_decode.cu",
-        ),
     ),
 }

@@ -7,8 +7,9 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gates.expected import LICENCE, MAX_SDIST_SIZE, MIB, PACKAGES
+from gates.expected import LICENCE, MAX_SDIST_SIZE, MIB
 from gates.metadata import metadata_problems
+from gates.sources import sources
 
 # A header by its path from some folder of the sdist, and a CMake module of ours.
 _INCLUDE = re.compile(rb'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -30,19 +31,22 @@ def sdist_problems(path: Path) -> Iterator[str]:
     with tarfile.open(path) as sdist:
         for member in sdist.getmembers():
             file = member.name.removeprefix(f"{root}/")
-            if member.isfile():
+            if member.name != root and file == member.name:
+                yield f"{file} lies outside of {root}. Build it again, with python -m build"
+            elif member.isfile():
                 content = sdist.extractfile(member)
                 files[file] = content.read() if content else b""
             elif not member.isdir():
                 yield f"{file} is a link, to nothing outside of the repository. sdist.resolve-symlinks has to be all"
-    for file in ("pyproject.toml", "README.md", "VERSION", *PACKAGES[name].sdist_files):
-        if file not in files:
-            yield f"lacks {file}. Keep the package's link to it, and list it in sdist.include of pyproject.toml"
+    wanted = sources(name)
+    for file in sorted(wanted - files.keys()):
+        yield f"lacks {file}. Keep the package's link to it, and list it in sdist.include of pyproject.toml"
+    for file in sorted(files.keys() - wanted - {"PKG-INFO"}):
+        yield f"holds {file}, which is no source of the package. Build in a folder that .gitignore names"
     if files.get("LICENSE") != LICENCE:
         yield "licence: expected the repository's LICENSE. Keep the package's link to it, and list it in sdist.include"
-    for file in files:
-        if re.search(r"(^|/)(build|__pycache__)/|\.(so|pyc)$", file):
-            yield f"contains the build product {file}. Build in a folder that .gitignore names"
+    if (inside := files.get("VERSION", b"").decode().strip()) != version:
+        yield f"VERSION: expected {version}, as in the sdist's name, got {inside}. Build it again"
     yield from _missing_includes(files)
     yield from metadata_problems(files.get("PKG-INFO", b"").decode(), name, version)
 
