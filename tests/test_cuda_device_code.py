@@ -61,6 +61,30 @@ def test_each_budget_is_held(check_device_code: ModuleType, change, problem):
     assert (found == []) if problem is None else any(problem in text for text in found)
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda code: code, None),
+        (lambda code: [], "code for nothing, expected 8.0"),
+        (lambda code: code[1:], "code for 9.0a, 10.0f, 12.0f, expected 8.0, 9.0a, 10.0f, 12.0f"),
+        (lambda code: [piece for piece in code if piece[0] != "10.0f"], "code for 8.0, 9.0a, 12.0f, expected"),
+        (lambda code: code[:-1], "PTX for nothing, expected 8.0"),
+        (lambda code: [*code[:-1], ("12.0f", True)], "PTX for 12.0f, expected 8.0"),
+    ],
+    ids=["whole", "nothing", "without 8.0", "without 10.0f", "without PTX", "newer PTX"],
+)
+def test_a_wheel_has_code_for_every_gpu(check_device_code: ModuleType, change, problem):
+    whole = [(name, False) for name in ("8.0", "9.0a", "10.0f", "12.0f")] + [("8.0", True)]
+    found = list(check_device_code.gaps(change(whole)))
+    assert (found == []) if problem is None else any(problem in text for text in found)
+
+
+def test_a_release_is_compiled_by_the_cuda_that_is_named(check_device_code: ModuleType):
+    assert list(check_device_code.foreign_compiler(12, 9)) == []
+    (problem,) = check_device_code.foreign_compiler(13, 0)
+    assert problem.startswith("compiled by CUDA 13.0, expected 12.9")
+
+
 def test_long_rows_load_the_state_in_one_place(check_device_code: ModuleType):
     for loads, is_right in ((8, True), (16, False)):
         counts = Counter({"LDG.E.128": loads, "STG.E.128": 8})

@@ -3,7 +3,9 @@
 """Count what gdn-cuda's machine code uses, and hold it to a budget: registers, local memory, width of state accesses.
 
     python tools/check_device_code.py                       # the installed gdn-cuda
-    python tools/check_device_code.py dist/gdn_cuda-*.whl   # a wheel, which has to have every architecture
+    python tools/check_device_code.py dist/gdn_cuda-*.whl   # a wheel, which has to have every architecture, and PTX
+
+With --release its code has to be of the CUDA that architectures.txt names: that of a newer one needs a newer driver.
 
 Registers and frames are read from the ELF files (needs pyelftools), instructions by nvdisasm, from PyPI's
 nvidia-cuda-nvdisasm or from PATH. Needs no GPU.
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,7 +156,25 @@ def listed_architectures() -> list[str]:
     return [line for line in ARCHITECTURES.read_text().splitlines() if re.match(r"\d", line)]
 
 
-def check_module(python_path: Path | None, *, needs_all: bool) -> Iterator[str]:
+def gaps(code: Sequence[tuple[str, bool]]) -> Iterator[str]:
+    """Say what of a wheel's code is missing: (architecture, whether it is PTX) of each piece that it has."""
+    listed = listed_architectures()
+    machine_code = [architecture for architecture, is_ptx in code if not is_ptx]
+    if machine_code != listed:
+        yield f"code for {', '.join(machine_code) or 'nothing'}, expected {', '.join(listed)}"
+    ptx = [architecture for architecture, is_ptx in code if is_ptx]
+    if ptx != listed[:1]:
+        yield f"PTX for {', '.join(ptx) or 'nothing'}, expected {listed[0]}: GPUs of other kinds would have no code"
+
+
+def foreign_compiler(major: int, minor: int) -> Iterator[str]:
+    """Say where a wheel was compiled by another CUDA than releases are."""
+    wanted = re.findall(r"^CUDA (\S+)$", ARCHITECTURES.read_text(), re.MULTILINE)
+    if [f"{major}.{minor}"] != wanted:
+        yield f"compiled by CUDA {major}.{minor}, expected {wanted[0]}: drivers that are older would not load it"
+
+
+def check_module(python_path: Path | None, *, is_release: bool) -> Iterator[str]:
     """Print the counts of a gdn-cuda, and yield what is wrong with it."""
     nvdisasm = find_nvdisasm()
     if nvdisasm is None:
@@ -168,8 +188,10 @@ def check_module(python_path: Path | None, *, needs_all: bool) -> Iterator[str]:
         found = json.loads(text)
         print("compiled by {} of CUDA {}.{}".format(*found["compiler"]))
         machine_code = {row[0]: Path(row[2]) for row in found["code"] if not row[1]}
-        if needs_all and list(machine_code) != listed_architectures():
-            yield f"code for {', '.join(machine_code) or 'nothing'}, expected {', '.join(listed_architectures())}"
+        if python_path is not None:
+            yield from gaps([(architecture, is_ptx) for architecture, is_ptx, _ in found["code"]])
+        if is_release:
+            yield from foreign_compiler(*found["compiler"][1:])
         if not machine_code:
             yield "no device code"
         for architecture, path in machine_code.items():
@@ -191,12 +213,14 @@ def main() -> int:
     """Print the counts; return 1 when one exceeds its budget."""
     parser = argparse.ArgumentParser(description="Hold gdn-cuda's device code to its budget.")
     parser.add_argument("wheel", nargs="?", type=Path, help="the installed gdn-cuda by default")
-    wheel = parser.parse_args().wheel
+    parser.add_argument("--release", action="store_true", help="compiled by the CUDA of architectures.txt")
+    options = parser.parse_args()
+    wheel = options.wheel
     with tempfile.TemporaryDirectory() as folder:
         if wheel is not None:
             with zipfile.ZipFile(wheel) as files:
                 files.extractall(folder)
-        problems = list(check_module(Path(folder) if wheel is not None else None, needs_all=wheel is not None))
+        problems = list(check_module(Path(folder) if wheel is not None else None, is_release=options.release))
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
