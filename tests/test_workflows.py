@@ -39,7 +39,16 @@ def own_findings(folder):
     return [problem for path in paths for problem in (*check.check_pins(path, folder), *check.check_commands(path))]
 
 
+def job_findings(folder):
+    """What is found in jobs, and between them."""
+    jobs = [
+        problem for path in (*check.workflows(folder), *check.actions(folder)) for problem in check.check_jobs(path)
+    ]
+    return [*jobs, *check.check_artifacts(folder), *check.check_publishing(folder)]
+
+
 def test_the_workflows_pass():
+    assert job_findings(ROOT / ".github") == []
     assert own_findings(ROOT / ".github") == []
     assert [*check.check_versions(ROOT / ".github"), *check.check_cuda(ROOT / ".github")] == []
 
@@ -90,6 +99,7 @@ def test_an_image_that_is_not_pinned(copy):
         ('python3 tools/dev.py test -k "$(actionlint)"', "actionlint is not among"),
         ("sudo actionlint", "actionlint is not among"),
         ("python3 tools/dev.py test -k ${{ matrix.machine }}", "an expression in a script"),
+        ('python3 tools/dev.py test -k "cpu-$GDN_CPU_IS"', "nothing sets GDN_CPU_IS"),
         ("python3 tools/dev.py test -k '", "cannot be read"),
     ],
 )
@@ -128,9 +138,10 @@ def test_matrices_are_what_github_makes_of_them():
         ("$/.github/actions/gates", "$/.github/actions/gate", "there is no $/.github/actions/gate"),
         ("          folder: dist\n", "          folders: dist\n", "has no input folders"),
         ("          folder: dist\n", "          name: dist\n", "needs the input folder"),
+        ("          path: dist\n", "          paths: dist\n", "is not known to have an input paths"),
     ],
 )
-def test_a_local_action_that_is_called_wrongly(copy, old, new, complaint):
+def test_an_action_that_is_called_wrongly(copy, old, new, complaint):
     plant(copy / "workflows" / "wheels.yml", old, new)
     assert any(complaint in problem for problem in own_findings(copy))
 
@@ -197,6 +208,61 @@ def test_another_oldest_or_newest_version(copy, workflow, old, new, where):
     plant(copy / "workflows" / f"{workflow}.yml", old, new, count=-1)
     (problem,) = check.check_versions(copy)
     assert problem.startswith(f"{workflow}.yml: {where}: tests with Python and torch")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "complaint"),
+    [
+        (
+            "workflows/release.yml",
+            "needs: version",
+            "needs: versions",
+            "files: needs versions, which is no job above it",
+        ),
+        (
+            "workflows/ci.yml",
+            "runs-on: ${{ matrix.runner }}",
+            "runs-on: ${{ matrix.runer }}",
+            "there is no runer in each",
+        ),
+        ("workflows/ci.yml", "ubuntu-24.04-arm", "ubuntu-24.4-arm", "check: runs on ubuntu-24.4-arm, expected"),
+        (
+            "workflows/gpu.yml",
+            "[self-hosted, linux, x64, gpu]",
+            "ubuntu-latest",
+            "check: runs on ubuntu-latest, expected",
+        ),
+        ("workflows/ci.yml", "    timeout-minutes: 60\n", "", "check: has no timeout-minutes"),
+        ("workflows/release.yml", "name: gdn-core-source", "name: gdn-core", "downloads gdn-core, and nothing uploads"),
+        ("workflows/release.yml", "pattern: gdn-*", "pattern: wheel-*", "downloads wheel-*, and nothing uploads that"),
+        (
+            "workflows/wheels.yml",
+            "}}-source\n          path: dist\n          if",
+            "}}\n          path: dist\n          if",
+            "-source, and nothing uploads",
+        ),
+        ("actions/gates/action.yml", "inputs.folder", "inputs.dir", "there is no input dir"),
+        ("workflows/ci.yml", "  GDN_REQUIRE: cpu", "  TOKEN: ${{ secrets.PYPI }}", "uses a secret"),
+        (
+            "workflows/ci.yml",
+            "permissions:\n  contents: read",
+            "permissions:\n  contents: write",
+            "expected the permissions",
+        ),
+        (
+            "workflows/release.yml",
+            "      attestations: write",
+            "      packages: write",
+            "attest: expected the permissions",
+        ),
+        ("workflows/release.yml", "needs: publish-backends", "needs: attest", "does not wait for publish-backends"),
+        ("workflows/release.yml", "name: gdn-core-source", "name: gdn-cpu-source", "published last, expected gdn-core"),
+        ("workflows/release.yml", "    environment: pypi\n", "", "publishes outside of the environment pypi"),
+    ],
+)
+def test_a_job_that_only_github_would_refuse(copy, file, old, new, complaint):
+    plant(copy / file, old, new)
+    assert any(complaint in problem for problem in job_findings(copy))
 
 
 def test_only_what_publishes_may_identify_itself_and_gdn_core_comes_last():

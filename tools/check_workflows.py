@@ -5,7 +5,9 @@
     python tools/check_workflows.py
 
 - workflows, composite actions and dependabot.yml follow their schemas (check-jsonschema) and zizmor's rules;
-- actions and container images are pinned by hash; local actions exist, and get the inputs that they declare;
+- actions and container images are pinned by hash; actions get the inputs that they have, and local ones exist;
+- jobs need jobs that exist, run where we know the machine, end in time, and use values of their matrix; what is
+  downloaded was uploaded, and only what attests and publishes may identify itself (workflow/jobs.py);
 - the commands of every script exist, with the options given: each is asked for its --help;
 - cibuildwheel would build exactly the wheels of a release, and all places agree on the versions of Python, torch and
   CUDA.
@@ -13,7 +15,6 @@
 
 import contextlib
 import io
-import itertools
 import re
 import shutil
 import subprocess
@@ -21,14 +22,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import bashlex
 import bashlex.ast
 import bashlex.errors
-from ruamel.yaml import YAML
 
 from devkit.commands import parse
+from workflow.jobs import check_artifacts, check_jobs, check_publishing
+from workflow.reading import EXPRESSION, UNKNOWN, Node, actions, load, matrices, steps, workflows
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = Path(sys.executable).parent
@@ -40,83 +42,22 @@ _BOTH = tuple(f"cp{python.replace('.', '')}-manylinux_{{}}" for python, _ in (OL
 WHEELS: Mapping[str, tuple[str, ...]] = {"gdn-core": (), "gdn-cpu": _BOTH, "gdn-cuda": _BOTH}
 PROCESSORS = ("x86_64", "aarch64")
 
+# A variable in a script, but for those that GitHub sets.
+VARIABLE = re.compile(r"\$\{?(?!GITHUB_|RUNNER_)(\w+)")
 # What a runner has without us. Commands that are not here have to be in this repository or among the pinned tools.
 OF_THE_SYSTEM = {"apt-get", "cat", "["}
 PYTHON = re.compile(r"(\S+/)?python3?")
 PINNED_ACTION = re.compile(r"[\w.-]+(/[\w.-]+)+@[0-9a-f]{40}")
+# The inputs that we give to actions of others: GitHub ignores any other word.
+INPUTS = {
+    "actions/attest-build-provenance": {"subject-path"},
+    "actions/checkout": {"persist-credentials"},
+    "actions/download-artifact": {"merge-multiple", "name", "path", "pattern"},
+    "actions/setup-python": {"python-version"},
+    "actions/upload-artifact": {"if-no-files-found", "name", "path"},
+    "pypa/gh-action-pypi-publish": {"attestations"},
+}
 PINNED_IMAGE = re.compile(r"\S+@sha256:[0-9a-f]{64}")
-EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
-UNKNOWN = "\0"  # in place of what only a run knows
-
-Node = dict[str, Any]
-
-
-class Step(NamedTuple):
-    """One step, with what its script sees: the environment, by each combination of the job's matrix."""
-
-    where: str
-    step: Node
-    environments: list[dict[str, str]]
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def load(path: Path) -> Node:
-    """Read a YAML file."""
-    return _parsed(path.read_text())
-
-
-@cache
-def _parsed(text: str) -> Node:
-    parsed: Node = YAML(typ="safe", pure=True).load(text)
-    return parsed
-
-
-def workflows(folder: Path) -> list[Path]:
-    """Return the workflows of a .github folder."""
-    return sorted((folder / "workflows").glob("*.y*ml"))
-
-
-def actions(folder: Path) -> list[Path]:
-    """Return its composite actions."""
-    return sorted((folder / "actions").glob("*/action.y*ml"))
-
-
-def steps(path: Path) -> Iterator[Step]:
-    """Return every step of a workflow or a composite action."""
-    document = load(path)
-    jobs = document.get("jobs") or {"runs": document["runs"]}
-    for name, job in jobs.items():
-        for number, step in enumerate(job.get("steps", []), 1):
-            environment = {**document.get("env", {}), **job.get("env", {}), **step.get("env", {})}
-            environments = [
-                {key: resolve(str(value), matrix) for key, value in environment.items()} for matrix in matrices(job)
-            ]
-            yield Step(f"{path.name}: {name}: step {number}", step, environments)
-
-
-def matrices(job: Node) -> list[dict[str, str]]:
-    """Return the combinations of a job's matrix; one, an empty one, where it has none."""
-    matrix = dict(job.get("strategy", {}).get("matrix", {}))
-    extra = [{key: str(value) for key, value in row.items()} for row in matrix.pop("include", [])]
-    keys = list(matrix)
-    combinations = [dict(zip(keys, map(str, row), strict=True)) for row in itertools.product(*matrix.values())]
-    if not keys:
-        return extra or [{}]
-    # GitHub adds a row's new keys to each combination that it does not contradict, or makes one of it.
-    alone = []
-    for row in extra:
-        fitting = [old for old in combinations if all(row.get(key, old[key]) == old[key] for key in keys)]
-        for combination in fitting:
-            combination.update(row)
-        alone += [] if fitting else [row]
-    return combinations + alone
-
-
-def resolve(text: str, matrix: Mapping[str, str]) -> str:
-    """Put values of the matrix into a text, and UNKNOWN in place of all other expressions."""
-    return EXPRESSION.sub(lambda match: matrix.get(match[1].removeprefix("matrix."), UNKNOWN), text)
 
 
 # --- pins -------------------------------------------------------------------------------------------------------------
@@ -142,6 +83,9 @@ def _check_use(user: Node, folder: Path) -> Iterator[str]:
     if not used.startswith(("$/", "./")):
         if not PINNED_ACTION.fullmatch(used):
             yield f"{used} is not pinned by the hash of a commit"
+        name = used.partition("@")[0]
+        for word in sorted(set(user.get("with", {})) - INPUTS.get(name, set())):
+            yield f"{name} is not known to have an input {word}. If it has, add it to tools/check_workflows.py"
         return
     # As from the root of a repository, wherever the folder .github lies.
     target = folder / used[2:].removeprefix(".github/")
@@ -168,6 +112,8 @@ def check_commands(path: Path) -> Iterator[str]:
             continue
         found = {}
         for environment in environments:
+            unset = {name for name in VARIABLE.findall(script) if name not in environment}
+            found.update((f"nothing sets {name}", None) for name in sorted(unset))
             try:
                 for words in commands(script, environment):
                     found.update(dict.fromkeys(problems_of(words)))
@@ -343,6 +289,9 @@ def problems(folder: Path) -> Iterator[str]:
     for path in [*workflows(folder), *actions(folder)]:
         yield from check_pins(path, folder)
         yield from check_commands(path)
+        yield from check_jobs(path)
+    yield from check_artifacts(folder)
+    yield from check_publishing(folder)
     for package in WHEELS:
         yield from check_wheels(ROOT / "packages" / package)
     yield from check_versions(folder)
