@@ -110,7 +110,7 @@ def check_commands(path: Path) -> Iterator[str]:
         if EXPRESSION.search(script):
             yield f"{where}: an expression in a script; pass its value by env"
             continue
-        found = {}
+        found: dict[str, None] = {}
         for environment in environments:
             unset = {name for name in VARIABLE.findall(script) if name not in environment}
             found.update((f"nothing sets {name}", None) for name in sorted(unset))
