@@ -4,6 +4,7 @@
 import json
 import os
 import subprocess
+import sys
 import sysconfig
 import venv
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class Environment:
         self.pip(
             "install", "--quiet", "--no-compile", "--no-index", "--find-links", source or self.wheels, *requirements
         )
+
+    def install_from_index(self, *requirements: str) -> None:
+        """Install what requirements of ours want, from pip's index; ours are there already."""
+        pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet", "--no-compile"]
+        subprocess.run([*pip, *requirements], check=True)
 
     def info(self) -> dict[str, Any]:
         """Return what ``gdn info --json`` says of each backend."""

@@ -31,6 +31,10 @@ class Context:
         return f"gdn-core{extras}=={self.version}"
 
 
+# pytest's arguments for tests of tests/, which have a conftest.py.
+_OF_THE_SUITE: tuple[str | Path, ...] = (f"--confcutdir={ROOT}", "-c", ROOT / "pyproject.toml")
+
+
 def own_tests(*packages: str) -> list[Path]:
     """Return the tests that belong to packages."""
     return [ROOT / "packages" / package / "tests" for package in packages]
@@ -38,7 +42,7 @@ def own_tests(*packages: str) -> list[Path]:
 
 def across_backends() -> list[str | Path]:
     """Return pytest's arguments for a part of the tests that run every operation on every backend and level."""
-    options: list[str | Path] = [f"--confcutdir={ROOT}", "-c", ROOT / "pyproject.toml", "-m", "not slow", "--one-in=16"]
+    options: list[str | Path] = [*_OF_THE_SUITE, "-m", "not slow", "--one-in=16"]
     names = ("dispatch", "contract_values", "contract_slots", "convolution", "chunk", "speculative", "binding")
     return [*options, *(ROOT / "tests" / f"test_{name}.py" for name in names)]
 
@@ -104,6 +108,21 @@ def together(context: Context) -> None:
     environment.test(*across_backends())
 
 
+def libraries_of_others(context: Context) -> None:
+    """The extras that want packages of others, with what an index has of them, and the signatures of those."""
+    environment = context.environment("others")
+    openblas = f"gdn-cpu[openblas]=={context.version}"
+    environment.install("--no-deps", context.requirement(), openblas)
+    environment.install_from_index(context.requirement("[triton,transformers]"), openblas)
+    versions = json.loads(environment.run(environment.python, "-c", _VERSIONS))
+    expect(f"the extras brought {', '.join(f'{name} {version}' for name, version in versions.items())}", True)
+    environment.test(*own_tests("gdn-core", "gdn-cpu"))
+    triton = environment.info()["triton"]
+    is_complete = triton["available"] or triton["install"] is None
+    expect(f"the backend triton wants no package more: {triton['reason'] or 'available'}", is_complete, triton)
+    environment.test(*_OF_THE_SUITE, ROOT / "tests" / "test_triton_libraries.py", "-k", "signatures and fla")
+
+
 def upgrade(context: Context) -> None:
     """An older version of all packages; gdn-core is upgraded alone, and then the backends as gdn info says."""
     old = context.scratch / "older"
@@ -160,4 +179,18 @@ from gdn_core.cli import main
 main(["info", "--json"])
 """
 
-SCENARIOS: tuple[Callable[[Context], None], ...] = (core_alone, cpu, cuda, together, upgrade, excluded_platforms)
+_VERSIONS = """
+import importlib.metadata, json
+names = ("triton", "fla-core", "transformers", "scipy-openblas32")
+print(json.dumps({name: importlib.metadata.version(name) for name in names}))
+"""
+
+SCENARIOS: tuple[Callable[[Context], None], ...] = (
+    core_alone,
+    cpu,
+    cuda,
+    together,
+    libraries_of_others,
+    upgrade,
+    excluded_platforms,
+)
