@@ -21,7 +21,7 @@ SOMEBODY = {
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-from release import close_section, order  # noqa: E402
+from release import close_section, next_version, order  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 
@@ -32,6 +32,8 @@ class Clone:
     def __init__(self, path):
         self.path = path
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(path)], check=True)
+        # Where this checkout is on no branch, its clone is not either.
+        self.git("switch", "--quiet", "--force-create", "work")
         for name in FILES:
             shutil.copy(ROOT / name, path / name)
         self.write("VERSION", "1.2.0\n")
@@ -73,20 +75,43 @@ def test_a_release(clone):
     before = clone.git("rev-parse", "HEAD")
     done = clone.release("1.3.0rc1")
     assert done.returncode == 0, done.stderr
-    assert clone.read("VERSION") == "1.3.0rc1\n"
-    assert clone.read("packages/gdn-core/VERSION") == "1.3.0rc1\n"
+    assert clone.git("show", "v1.3.0rc1:VERSION") == "1.3.0rc1"
     today = datetime.date.today()
     changelog = (
         "# Changelog\n\n## Unreleased\n\n## 1.3.0rc1 ({})\n\n- Something new.\n\n## 1.2.0 (2026-01-01)\n\n- Old.\n"
     )
     assert clone.read("CHANGELOG.md") in {changelog.format(today), changelog.format(today - datetime.timedelta(days=1))}
-    assert clone.git("rev-parse", "HEAD~") == before
-    assert clone.git("log", "-1", "--format=%s") == "Release 1.3.0rc1"
-    assert clone.git("diff", "--name-only", "HEAD~").split() == ["CHANGELOG.md", "VERSION"]
-    assert clone.git("rev-parse", "v1.3.0rc1^{commit}") == clone.git("rev-parse", "HEAD")
+    assert clone.git("rev-parse", "v1.3.0rc1~") == before
+    assert clone.git("log", "-1", "--format=%s", "v1.3.0rc1") == "Release 1.3.0rc1"
+    assert clone.git("diff", "--name-only", before, "v1.3.0rc1").split() == ["CHANGELOG.md", "VERSION"]
     assert clone.git("cat-file", "-t", "v1.3.0rc1") == "tag"
     assert clone.git("status", "--porcelain") == ""
     assert "git push --atomic origin HEAD v1.3.0rc1" in done.stdout
+
+
+def test_what_comes_after_a_release_has_a_version_of_its_own(clone):
+    assert clone.release("1.3.0").returncode == 0
+    assert clone.read("VERSION") == clone.read("packages/gdn-core/VERSION") == "1.3.1.dev0\n"
+    assert clone.git("rev-parse", "HEAD~") == clone.git("rev-parse", "v1.3.0^{commit}")
+    assert clone.git("log", "-1", "--format=%s") == "Begin 1.3.1.dev0"
+    assert clone.git("diff", "--name-only", "HEAD~").split() == ["VERSION"]
+    check = [sys.executable, str(clone.path / "tools" / "check_version.py"), "--tag", "v1.3.0"]
+    assert subprocess.run(check, capture_output=True, check=False).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "following"),
+    [
+        ("1.2.3", "1.2.4.dev0"),
+        ("1.9", "1.10.dev0"),
+        ("1.3.0rc9", "1.3.0rc10.dev0"),
+        ("1.3.0.post1", "1.3.0.post2.dev0"),
+        ("1.3.0.dev4", "1.3.0.dev5"),
+    ],
+)
+def test_the_version_that_follows(version, following):
+    assert next_version(version) == following
+    assert Version(following) > Version(version)
 
 
 def test_the_next_release_wants_a_changelog_of_its_own(clone):
@@ -145,6 +170,15 @@ def test_a_changelog_that_says_nothing(clone, changelog, complaint):
     assert clone.state() == state
 
 
+def test_a_checkout_on_no_branch(clone):
+    clone.git("switch", "--quiet", "--detach")
+    state = clone.state()
+    refused = clone.release("1.3.0")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("release: HEAD is on no branch")
+    assert clone.state() == state
+
+
 def test_a_tag_that_exists(clone):
     clone.git("tag", "v1.3.0")
     refused = clone.release("1.3.0")
@@ -160,6 +194,19 @@ def test_a_check_that_fails_leaves_everything_as_it_was(clone):
     refused = clone.release("1.3.0")
     assert refused.returncode == 1
     assert "packages/gdn-cpu/VERSION: expected a symbolic link" in refused.stderr
+    assert clone.state() == state
+
+
+@pytest.mark.parametrize("refused_message", ["Release 1.3.0", "Begin 1.3.1.dev0"])
+def test_a_commit_that_a_hook_refuses_leaves_everything_as_it_was(clone, refused_message):
+    hook = clone.path / ".git" / "hooks" / "commit-msg"
+    hook.write_text(f"#!/bin/sh\n! grep -q '{refused_message}' \"$1\" || {{ echo the hook says no >&2; exit 1; }}\n")
+    hook.chmod(0o755)
+    state = clone.state()
+    refused = clone.release("1.3.0")
+    assert refused.returncode == 1
+    assert "the hook says no" in refused.stderr
+    assert "Traceback" not in refused.stderr
     assert clone.state() == state
 
 

@@ -4,7 +4,9 @@
 
     python3 tools/release.py 1.2.3
 
-Nothing leaves this machine. Once the tag is pushed, .github/workflows/release.yml builds, tests and publishes.
+A second commit begins the development of what comes next, so that nothing built later bears the release's name.
+Nothing leaves this machine, and what fails leaves the checkout as it was. Once the tag is pushed,
+.github/workflows/release.yml builds, tests and publishes.
 """
 
 import argparse
@@ -46,6 +48,8 @@ def objections(version: str) -> Iterator[str]:
         yield f"expected a normalised version such as 1.2.3 or 1.2.3rc1, got {version!r}"
     elif order(version) <= order(current):
         yield f"expected a version newer than {current}, got {version}"
+    if not git("branch", "--show-current"):
+        yield "HEAD is on no branch, and a release is pushed to one (git switch)"
     if git("status", "--porcelain"):
         yield "there are changes that are not committed (git status)"
     if git("tag", "--list", f"v{version}"):
@@ -63,18 +67,38 @@ def close_section(text: str, version: str, date: datetime.date) -> str:
     return UNRELEASED.sub(lambda section: heading + section["body"], text, count=1)
 
 
+def next_version(version: str) -> str:
+    """Return the first version that comes after a release: 1.2.4.dev0 after 1.2.3, 1.3.0rc2.dev0 after 1.3.0rc1."""
+    following = re.sub(r"\d+$", lambda number: str(int(number[0]) + 1), version)
+    return following if ".dev" in version else f"{following}.dev0"
+
+
 def release(version: str) -> int:
-    """Make the commit and the tag; return the status of the check that came before them."""
-    VERSION.write_text(f"{version}\n")
-    CHANGELOG.write_text(close_section(CHANGELOG.read_text(), version, datetime.date.today()))
-    checked = subprocess.run([sys.executable, ROOT / "tools" / "check_version.py", "--tag", f"v{version}"], check=False)
-    if checked.returncode != 0:
-        git("checkout", "--", "VERSION", "CHANGELOG.md")
-        return checked.returncode
-    git("commit", "--quiet", "--message", f"Release {version}", "VERSION", "CHANGELOG.md")
-    git("tag", "--annotate", "--message", f"gdn {version}", f"v{version}")
-    print(f"tagged v{version}; to publish it: git push --atomic origin HEAD v{version}")
+    """Make both commits and the tag, or none of them; return the status."""
+    start = git("rev-parse", "HEAD")
+    try:
+        CHANGELOG.write_text(close_section(CHANGELOG.read_text(), version, datetime.date.today()))
+        commit(version, f"Release {version}", "--tag", f"v{version}")
+        git("tag", "--annotate", "--message", f"gdn {version}", f"v{version}")
+        commit(next_version(version), f"Begin {next_version(version)}")
+    except subprocess.CalledProcessError as failure:
+        print(f"release: {' '.join(map(str, failure.cmd))} failed: {failure.stderr.strip()}", file=sys.stderr)
+        # There were no other changes: objections() has seen to that.
+        git("reset", "--quiet", "--hard", start)
+        if git("tag", "--list", f"v{version}"):
+            git("tag", "--delete", f"v{version}")
+        return 1
+    print(f"tagged v{version}, and began {next_version(version)}")
+    print(f"to publish the release: git push --atomic origin HEAD v{version}")
     return 0
+
+
+def commit(version: str, message: str, *options: str) -> None:
+    """Set the version, check it with these options of check_version.py, and commit."""
+    VERSION.write_text(f"{version}\n")
+    check = [sys.executable, str(ROOT / "tools" / "check_version.py"), *options]
+    subprocess.run(check, capture_output=True, text=True, check=True)
+    git("commit", "--quiet", "--message", message, "VERSION", "CHANGELOG.md")
 
 
 def main() -> int:

@@ -47,7 +47,16 @@ class Environment:
 
     def install_from_index(self, *requirements: str) -> None:
         """Install what requirements of ours want, from pip's index; ours are there already."""
-        pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet", "--no-compile"]
+        pip: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            self.python,
+            "install",
+            "--quiet",
+            "--no-compile",
+        ]
         subprocess.run([*pip, *requirements], check=True)
 
     def info(self) -> dict[str, Any]:
