@@ -21,6 +21,7 @@ SOMEBODY = {
 
 sys.path.insert(0, str(ROOT / "tools"))
 
+import check_version  # noqa: E402
 from release import close_section, next_version, order  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
@@ -208,6 +209,21 @@ def test_a_commit_that_a_hook_refuses_leaves_everything_as_it_was(clone, refused
     assert "the hook says no" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert clone.state() == state
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("gdn_cpu-1.2.0-cp310-abi3-manylinux_2_28_x86_64.whl", None),
+        ("gdn_core-1.2.0.tar.gz", None),
+        ("gdn_core-1.2.0.dev0.tar.gz", "1.2.0.dev0"),
+        ("gdn_cpu-1.2.1-cp310-abi3-manylinux_2_28_x86_64.whl", "1.2.1"),
+        ("notes.txt", "none"),
+    ],
+)
+def test_a_file_of_another_version(name, got):
+    found = check_version.problems("1.2.0", "v1.2.0", [Path("dist", name)])
+    assert found == ([] if got is None else [f"{name}: expected version 1.2.0, got {got}"])
 
 
 def test_versions_sort_as_pep_440_says():

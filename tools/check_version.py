@@ -28,9 +28,9 @@ def problems(version: str, tag: str | None, files: list[Path]) -> list[str]:
             found.append(f"{link.relative_to(ROOT)}: expected a symbolic link to the root's VERSION")
     for file in files:
         # gdn_cpu-1.2.3-cp310-abi3-linux_x86_64.whl, gdn_cpu-1.2.3.tar.gz
-        got = file.name.removesuffix(".tar.gz").split("-")[1]
+        got = file.name.removesuffix(".tar.gz").partition("-")[2].partition("-")[0]
         if got != version:
-            found.append(f"{file.name}: expected version {version}, got {got}")
+            found.append(f"{file.name}: expected version {version}, got {got or 'none'}")
     return found
 
 

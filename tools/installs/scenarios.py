@@ -147,7 +147,7 @@ def excluded_platforms(context: Context) -> None:
     for system, machine in (("Darwin", "arm64"), ("Windows", "AMD64"), ("Linux", "ppc64le")):
         environment = context.environment(f"on-{system}-{machine}")
         elsewhere = (system, machine, "install", "--quiet", "--no-compile", "--no-index", "--find-links", context.dist)
-        environment.run(environment.python, "-c", _PIP_ELSEWHERE, *elsewhere, context.requirement("[cpu,cuda]"))
+        environment.run(environment.python, "-c", _PIP_ELSEWHERE, *elsewhere, context.requirement("[cpu,cuda,triton]"))
         names = [path.name for path in environment.site_packages.glob("*.dist-info")]
         expect(
             f"{system} {machine}: gdn-core is installed alone",
