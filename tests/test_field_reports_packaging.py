@@ -219,20 +219,42 @@ def test_a_person_can_see_what_runs_and_why_not_something_faster(op):
             assert info.reason in text
 
 
+# Two calls of one operation in a process of their own: what was said there once is not said again.
+FALLING_BACK = """
+    import importlib.metadata, json, logging
+    import torch
+    if {nothing_installed}:
+        importlib.metadata.entry_points = lambda **_: ()
+    import gdn_core
+    from gdn_core.testing import inputs
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append([record.levelname, record.getMessage()])
+    logging.getLogger("gdn_core").addHandler(handler)
+    logging.getLogger("gdn_core").setLevel(logging.INFO)
+    arguments = inputs.delta_rule_arguments([3, 2], 1, 2, 8, 4)
+    if not {nothing_installed}:
+        arguments |= {{name: arguments[name].double() for name in "qkv"}}
+    for _ in range(2):
+        gdn_core.chunk_gated_delta_rule(**arguments)
+    print(json.dumps(said))
+"""
+
+
 @pytest.mark.report("E08")
-def test_falling_back_says_so_once(caplog):
-    missing = [op for op in gdn_core.OPS if gdn_core.explain(op, **small_call(op)).backend == "reference"]
-    with caplog.at_level("INFO", "gdn_core"):
-        for op in missing:
-            for _ in range(2):
-                getattr(gdn_core, op)(**small_call(op))
-    messages = [record.getMessage() for record in caplog.records if record.name == "gdn_core"]
-    assert len(messages) == len(set(messages))
-    cpu = next(info for info in gdn_core.backends() if info.name == "cpu")
-    if cpu.available:
-        assert all(any(op in message and "'cpu'" in message for message in messages) for op in missing)
-    else:
-        assert any(cpu.install in message for message in messages)
+def test_a_call_that_the_backend_declines_says_so_once(cpu_backend):
+    ((level, message),) = run_python(textwrap.dedent(FALLING_BACK).format(nothing_installed=False))
+    assert level == "INFO"
+    assert message.startswith("chunk_gated_delta_rule runs on another backend than 'cpu': q: float64")
+
+
+@pytest.mark.report("E08")
+def test_a_backend_that_is_not_installed_is_missed_once():
+    ((level, message),) = run_python(textwrap.dedent(FALLING_BACK).format(nothing_installed=True))
+    assert level == "WARNING"
+    assert message.startswith("gdn runs on the slow reference: backend 'cpu'")
+    assert f'pip install "gdn-core[cpu]=={gdn_core.__version__}"' in message
 
 
 FAKE_FLA = """
