@@ -65,7 +65,7 @@ _ARM_FIRST_AT = {
         r"^(bf(dot|mmla|mlal[bt]|cvt\w*)|[su]dot)\b|^(?!fcvt|fmov)f\w+\s+(v\d+\.[48]h|h\d+)"
         r"|^(cas|swp|(ld|st)(add|clr|eor|set|[su](max|min))(a?l?[bh]?)\s|sqrdml[as]h)"
     ),
-    # SVE and SME, products of bytes, widening products of halves, complex numbers, cryptography.
+    # Scalable vectors and matrices, products of bytes, widening products of halves, complex numbers, cryptography.
     NO_LEVEL: re.compile(
         r"\b[zp]\d+\.[bhsdq]\b|\bp\d+/[mz]\b|^(cnt[bhwd]|rdvl|addvl|smstart|smstop)\b"
         r"|^([su]mmla|usmmla|usdot|sudot|fml[as]l2?|fc(mla|add)|fjcvtzs)\b|^(aes|sha(1|256|512))|^pmull2?\s+\S+\.1q"
