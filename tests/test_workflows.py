@@ -114,6 +114,30 @@ def test_a_command_that_does_not_exist(copy, command, complaint):
     assert complaint in problem
 
 
+# Where CONTRIBUTING.md leaves a word to its reader.
+PLACES = {"<machine>": "x86_v3", "<version>": "1.2.3", " [pytest options]": " -k name", " ...": ""}
+DOCUMENT = (ROOT / "CONTRIBUTING.md").read_text()
+SPANS = [
+    span
+    for span in re.findall(r"`([^`\n]+)`", DOCUMENT)
+    if re.search(r"^\S*(python\S*|\.ci/run|/cibuildwheel)( |$)|=\S+ python", span)
+]
+
+
+@pytest.mark.parametrize("span", dict.fromkeys(SPANS))
+def test_a_command_of_CONTRIBUTING_exists(span):
+    for place, word in PLACES.items():
+        span = span.replace(place, word)
+    (words,) = check.commands(span, {})
+    assert list(check.problems_of(words)) == []
+
+
+def test_every_tool_explains_itself():
+    for path in sorted((ROOT / "tools").glob("*.py")):
+        if path.name in DOCUMENT and path.name != "mutant_list.py":
+            assert "usage:" in (check.help_of((sys.executable, str(path))) or ""), path.name
+
+
 def test_a_value_of_a_matrix_that_a_command_does_not_know(copy):
     plant(copy / "workflows" / "ci.yml", "sde_hsw", "sde_p4")
     (problem,) = own_findings(copy)

@@ -13,6 +13,7 @@
   CUDA.
 """
 
+import argparse
 import contextlib
 import io
 import re
@@ -46,7 +47,7 @@ PROCESSORS = ("x86_64", "aarch64")
 VARIABLE = re.compile(r"\$\{?(?!GITHUB_|RUNNER_)(\w+)")
 # What a runner has without us. Commands that are not here have to be in this repository or among the pinned tools.
 OF_THE_SYSTEM = {"apt-get", "cat", "["}
-PYTHON = re.compile(r"(\S+/)?python3?")
+PYTHON = re.compile(r"(\S+/)?python(3(\.\d+)?)?")
 PINNED_ACTION = re.compile(r"[\w.-]+(/[\w.-]+)+@[0-9a-f]{40}")
 # The inputs that we give to actions of others: GitHub ignores any other word.
 INPUTS = {
@@ -300,6 +301,7 @@ def problems(folder: Path) -> Iterator[str]:
 
 def main() -> int:
     """Print every problem; return 1 when there is one."""
+    argparse.ArgumentParser(description="Check what GitHub and cibuildwheel would run, without either.").parse_args()
     if sys.version_info < (3, 11):
         print("zizmor and cibuildwheel need Python 3.11: nothing was checked")
         return 0
