@@ -206,7 +206,7 @@ def test_without_rich_the_command_says_what_to_install() -> None:
 
 
 def test_verify_has_cases_for_every_operation() -> None:
-    assert {case.op for case in all_cases()} == set(gdn_core.OPS)
+    assert {case.op for case in all_cases()} == {*gdn_core.OPS, "gdn_attention"}
     labels = [(case.op, case.label) for case in all_cases()]
     assert len(labels) == len(set(labels))
 
@@ -219,6 +219,31 @@ def test_verify_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert {row["backend"] for row in report["results"]} == available
     assert all(row["error"] <= row["tolerance"] for row in report["results"])
     assert f"{len(report['results'])} of {len(report['results'])} checks passed" in capsys.readouterr().out
+
+
+def test_verify_checks_the_native_core_of_a_layer(tmp_path: Path, cpu_backend: None) -> None:
+    """As one call, not as the operations that it stands for."""
+    with gdn_core.record_calls() as calls:
+        status, report = status_and_json(tmp_path / "v.json", "verify", "gdn_attention", "--backend", "cpu")
+    assert status == 0 and set(calls) == {("gdn_attention", "cpu")}
+    labels = {row["case"] for row in report["results"]}
+    for words in ("2 decodes", "3 prompts", "drafts, replay", "rows of every kind, several slots"):
+        assert any(words in label for label in labels)
+
+
+def test_verify_sees_a_wrong_state_of_a_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rule = _dispatch.reference_kernels["fused_gdn_decode_post_conv_mtp"]
+
+    def wrong(*flat: object) -> None:
+        rule(*flat)
+        state = flat[8]
+        assert isinstance(state, torch.Tensor)
+        state.mul_(1.001)
+
+    monkeypatch.setitem(_dispatch.reference_kernels, "fused_gdn_decode_post_conv_mtp", wrong)
+    status, report = status_and_json(tmp_path / "v.json", "verify", "gdn_attention", "--backend", "reference")
+    failed = {row["case"] for row in report["results"] if not row["passed"]}
+    assert status == 1 and "model sizes, 2 decodes" in failed and "odd sizes, drafts, replay" not in failed
 
 
 def cuda_as(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:

@@ -92,10 +92,12 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     output.check_json_path(args.json)
     parts = output.words(args.op)
-    cases = [case for case in all_cases() if not parts or any(part in case.op for part in parts)]
+    every = all_cases()
+    ops = tuple(dict.fromkeys(case.op for case in every))
+    cases = [case for case in every if not parts or any(part in case.op for part in parts)]
     if not cases:
-        raise CommandError(f"no operation is called like {' or '.join(parts)}; there are {', '.join(gdn_core.OPS)}")
-    targets = _targets(args)
+        raise CommandError(f"no operation is called like {' or '.join(parts)}; there are {', '.join(ops)}")
+    targets = _targets(args, frozenset(ops))
     if not any(case.op in target.ops for case in cases for target in targets):
         raise CommandError(f"{', '.join(args.backend)}: has no kernel for that; see gdn info")
     # Inputs, oracle and errors are small operations, where waking threads costs more than it saves.
@@ -132,7 +134,7 @@ def _why_not_checked(backend: gdn_core.BackendInfo, targets: Sequence[Target]) -
     return None if "cpu" in provider.device_types else f"{backend.name} runs {devices} tensors, and these are on cpu"
 
 
-def _targets(args: argparse.Namespace) -> list[Target]:
+def _targets(args: argparse.Namespace, ops: frozenset[str]) -> list[Target]:
     available = {backend.name: backend for backend in gdn_core.backends()}
     for name in args.backend or ():
         if name not in available:
@@ -147,7 +149,7 @@ def _targets(args: argparse.Namespace) -> list[Target]:
         if args.backend and name not in args.backend:
             continue
         if name == _registry.REFERENCE:
-            targets.append(Target(name, None, frozenset(gdn_core.OPS), _REFERENCE_DTYPES))
+            targets.append(Target(name, None, ops, _REFERENCE_DTYPES))
         elif provider is not None and "cpu" in provider.device_types:
             for level in _levels(name, backend.level, args.levels):
                 targets.append(Target(name, level, frozenset(provider.ops), _NATIVE_DTYPES))

@@ -46,7 +46,10 @@ class Case:
 
 def all_cases() -> list[Case]:
     """List the cases of every operation."""
-    return [*_gating(), *_norm(), *_decode(), *_recurrent(), *_chunk(), *_spec(), *_replay(), *_conv(), *_fused()]
+    return [
+        *_gating(), *_norm(), *_decode(), *_recurrent(), *_chunk(), *_spec(), *_replay(), *_conv(), *_fused(),
+        *_attention(),
+    ]  # fmt: skip
 
 
 def _state_dtype(dtype: torch.dtype, wanted: torch.dtype = F32) -> torch.dtype:
@@ -327,3 +330,42 @@ def _fused_errors(arguments: Arguments, result: Any, wanted: Arguments, expected
     error = packed_relative_error(result[None], expected[None], arguments["cu_seqlens"])
     yield Error(error, tolerance("fused_decode", dtype))
     yield Error(relative_error(arguments["state"], wanted["state"], (2, 3)), tolerance("decode_state", dtype))
+
+
+# The core of a layer
+
+
+def _attention() -> Iterator[Case]:
+    op = "gdn_attention"
+    every = [
+        ("decode", 1),
+        ("fresh", 66),
+        ("drafts", 4),
+        ("padding", 3),
+        ("drafts", 2),
+        ("continued", 5),
+        ("decode", 1),
+    ]
+    decodes, prompts = partial(_cores, [("decode", 1)] * 2, MODEL), [("fresh", 70), ("continued", 3), ("fresh", 1)]
+    drafts = [("drafts", 4), ("drafts", 1), ("drafts", 2)]
+    yield Case(op, "model sizes, 2 decodes", decodes, _core_errors)
+    yield Case(op, "heads of 64, 3 prompts", partial(_cores, prompts, (2, 4, 64, 64)), _core_errors)
+    for form, replay in (("several slots", False), ("replay", True)):
+        yield Case(op, f"odd sizes, drafts, {form}", partial(_cores, drafts, ODD, replay=replay), _core_errors)
+        mixed = partial(_cores, every, ODD, replay=replay, state_v_first=replay)
+        yield Case(op, f"odd sizes, rows of every kind, {form}", mixed, _core_errors)
+
+
+def _cores(rows: list[tuple[str, int]], sizes: tuple[int, ...], dtype: torch.dtype, **options: Any) -> Made:
+    return inputs.attention_arguments(rows, 4, *sizes, dtype=dtype, state_dtype=_state_dtype(dtype), **options)
+
+
+def _core_errors(arguments: Arguments, out: Any, wanted: Arguments, expected: Any) -> Iterator[Error]:
+    dtype, cache, wanted_cache = arguments["mixed_qkv"].dtype, arguments["cache"], wanted["cache"]
+    bounds = arguments["metadata"].query_start_loc
+    yield Error(packed_relative_error(out[None], expected[None], bounds), tolerance("attention", dtype))
+    yield Error(relative_error(cache.state, wanted_cache.state, (2, 3)), tolerance("attention", dtype))
+    # With drafts, the columns beyond the kept ones keep no promise.
+    kept = slice(cache.conv_width - 1)
+    held, of_oracle = (each.conv_states[..., kept] for each in (cache, wanted_cache))
+    yield Error(relative_error(held, of_oracle, (1, 2)), tolerance("convolution", dtype))

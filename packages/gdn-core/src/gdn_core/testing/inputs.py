@@ -8,6 +8,7 @@ oracle. `clone` copies them for a second call (operations update pools in place)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attention import GDNLayerParams, GDNMetadata, GDNStateCache
 from ..records import ReplayRecords
 
 Arguments = dict[str, Any]
@@ -36,16 +38,23 @@ def _copy(value: Any, floats: torch.dtype | None) -> Any:
     if isinstance(value, ReplayRecords):
         tensors = (value.k, value.u, value.decay, value.live)
         return ReplayRecords.from_tensors(*(_copy(x, floats) for x in tensors))
+    if isinstance(value, GDNLayerParams):
+        return replace(value, **{name: _copy(x, floats) for name, x in vars(value).items() if isinstance(x, Tensor)})
+    if isinstance(value, GDNStateCache):
+        pools = (_copy(x, floats) for x in (value.conv_states, value.state, value.records))
+        return GDNStateCache.from_tensors(
+            *pools, conv_width=value.conv_width, state_v_first=value.state_v_first, null_slot=value.null_slot
+        )
     return value
 
 
 def clone(arguments: Arguments) -> Arguments:
-    """Copy all tensors and records among the arguments."""
+    """Copy all tensors, records, weights and caches among the arguments."""
     return {name: _copy(value, None) for name, value in arguments.items()}
 
 
 def to_float64(arguments: Arguments) -> Arguments:
-    """Copy all tensors and records among the arguments, floating-point ones to float64."""
+    """Copy all tensors, records, weights and caches among the arguments, floating-point ones to float64."""
     return {name: _copy(value, torch.float64) for name, value in arguments.items()}
 
 
@@ -516,3 +525,67 @@ def norm_arguments(
         "eps": eps,
         "activation": activation,
     }
+
+
+def attention_arguments(
+    rows: Sequence[tuple[str, int]],
+    S: int,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    *,
+    replay: bool = False,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+    state_v_first: bool = False,
+    seed: int = 0,
+) -> tuple[Arguments, GuardedPool]:
+    """Return arguments of `gdn_attention` and the pool of states among them.
+
+    Each row is a kind and a length: "fresh" (its slot holds NaN), "continued", "decode", "drafts" (after 1, 2, ...
+    accepted tokens), or "padding" (its inputs are NaN).
+    """
+    rng = generator(seed)
+    N, T, C, W = len(rows), sum(length for _, length in rows), 2 * H * K + HV * V, 4
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    projected = normal((T, C + HV * V + 2 * HV + 3), rng, dtype)
+    mixed_qkv, z, a, b, _ = projected.split([C, HV * V, HV, HV, 3], dim=-1)
+    weight, bias = conv_weights(C, W, dtype, rng, True)
+    A_log, dt_bias = gate_parameters(HV, rng, wide)
+    norm_weight = 1 + normal((V,), rng, wide, 0.1)
+    guarded = state_pool((N if replay else N * S) + 3, HV, K, V, state_v_first, state_dtype, rng)
+    num_slots = len(guarded.pool)
+    table = distinct_slots(N if replay else N * S, num_slots, rng).view(N, -1)
+    conv_states = normal((num_slots, W + S - 2, C), rng, dtype).mT
+    records = random_records(num_slots, S, H, HV, K, V, dtype, rng, table[:, 0], None) if replay else None
+    for slots, (kind, _) in zip(table, rows, strict=True):
+        if kind == "fresh":
+            guarded.pool[slots[0]] = conv_states[slots[0]] = float("nan")
+        if kind == "drafts" and records is not None:
+            records.live[slots[0]] = S
+        if kind == "padding":
+            slots.fill_(-1)
+    starts = [0, *accumulate(length for _, length in rows)]
+    for n, (kind, _) in enumerate(rows):
+        if kind == "padding":
+            projected[starts[n] : starts[n + 1]] = float("nan")
+    drafts = [kind == "drafts" for kind, _ in rows]
+    metadata = GDNMetadata.build(
+        starts,
+        table[:, 0] if replay else table,
+        has_initial_state=[kind != "fresh" for kind, _ in rows],
+        is_speculative=drafts,
+        num_accepted_tokens=[1 + sum(drafts[:n]) % S if drafts[n] else 1 for n in range(N)],
+    )
+    return {
+        "mixed_qkv": mixed_qkv,
+        "a": a,
+        "b": b,
+        "z": z.unflatten(-1, (HV, V)),
+        "layer": GDNLayerParams(weight, A_log, dt_bias, norm_weight, 1e-6, H, HV, K, V, conv_bias=bias),
+        "cache": GDNStateCache.from_tensors(
+            conv_states, guarded.pool, records, conv_width=W, state_v_first=state_v_first
+        ),
+        "metadata": metadata,
+    }, guarded

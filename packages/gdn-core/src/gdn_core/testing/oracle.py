@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..attention import GDNLayerParams, GDNMetadata, GDNStateCache
+from ..attention.groups import PREFILL, REPLAY
 from ..records import ReplayRecords
 
 _CHUNK = 64
@@ -615,3 +619,71 @@ def fused_gdn_decode_post_conv_mtp_replay(
     )  # fmt: skip
     live = [not _is_padding(slot, null_slot) for slot in slot_indices.tolist()]
     return _gated_rows(o, output_gate, norm_weight, norm_eps, output_gate_activation, cu_seqlens, live)
+
+
+def gdn_attention(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    z: Tensor,
+    layer: GDNLayerParams,
+    cache: GDNStateCache,
+    metadata: GDNMetadata,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Row by row: `mixed_qkv [T, C]`, `a, b [T, HV]`, `z [T, HV, V]` to out `[T, HV, V]`."""
+    result = torch.zeros(z.shape, dtype=torch.float64)
+    for n, (start, end) in enumerate(pairwise(metadata.query_start_loc.tolist())):
+        if start == end or _is_padding(int(metadata.slots[n, 0]), cache.null_slot):
+            continue
+        part = slice(start, end)
+        row = _attention_prefill if int(metadata.layout[n, 0]) == PREFILL else _attention_step
+        result[part] = row(mixed_qkv[part], a[part], b[part], z[part], layer, cache, metadata, n)
+    return result
+
+
+def _attention_prefill(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, layer: GDNLayerParams, cache: GDNStateCache,
+    metadata: GDNMetadata, n: int,
+) -> Tensor:  # fmt: skip
+    bounds, slots = torch.tensor([0, len(mixed_qkv)]), metadata.slots[n, :1]
+    initial = metadata.has_initial_state[n : n + 1]
+    y = causal_conv1d_fn(
+        mixed_qkv.T, layer.conv_weight, layer.conv_bias, activation=layer.activation, conv_states=cache.conv_states,
+        query_start_loc=bounds, cache_indices=slots, has_initial_state=initial,
+    )  # fmt: skip
+    assert isinstance(y, Tensor)
+    q, k, v = _split_channels(y.T, z, layer.num_key_heads, layer.head_k_dim)
+    g, beta = fused_gdn_gating(layer.A_log, a, b, layer.dt_bias)
+    o = fused_recurrent_gated_delta_rule(
+        q[None], k[None], v[None], g[None], beta=beta[None], initial_state=cache.state, use_qk_l2norm_in_kernel=True,
+        state_v_first=cache.state_v_first, cu_seqlens=bounds, state_indices=slots, has_initial_state=initial,
+    )[0]  # fmt: skip
+    if cache.records is not None:
+        cache.records.live[slots.long()] = 0
+    return rms_norm_gated(o[0], z, layer.norm_weight, layer.norm_eps, activation=layer.output_gate_activation)
+
+
+def _attention_step(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, layer: GDNLayerParams, cache: GDNStateCache,
+    metadata: GDNMetadata, n: int,
+) -> Tensor:  # fmt: skip
+    bounds, accepted = torch.tensor([0, len(mixed_qkv)]), metadata.num_accepted_tokens[n : n + 1]
+    table = metadata.slots[n : n + 1]
+    y = causal_conv1d_update(
+        mixed_qkv, cache.conv_states, layer.conv_weight, layer.conv_bias, layer.activation, None, table[:, 0],
+        num_accepted_tokens=accepted, query_start_loc=bounds,
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "output_gate": z, "norm_weight": layer.norm_weight, "norm_eps": layer.norm_eps,
+        "output_gate_activation": layer.output_gate_activation, "num_key_heads": layer.num_key_heads,
+        "head_k_dim": layer.head_k_dim, "state_v_first": cache.state_v_first, "null_slot": cache.null_slot,
+        "num_accepted_tokens": accepted, "cu_seqlens": bounds, "state": cache.state,
+    }  # fmt: skip
+    if int(metadata.layout[n, 0]) == REPLAY:
+        assert cache.records is not None
+        return fused_gdn_decode_post_conv_mtp_replay(
+            y, a, b, layer.A_log, layer.dt_bias, table[:, 0], cache.records, **options
+        )
+    return fused_gdn_decode_post_conv_mtp(y, a, b, layer.A_log, layer.dt_bias, table, **options)
