@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,8 @@ def test_demo_in_float32_gives_equal_tokens(tmp_path: Path, capsys: pytest.Captu
     path = tmp_path / "demo.json"
     assert demo.run(arguments("--dtype", "float32", "--json", str(path)), SHAPE) == 0
     report = json.loads(path.read_text())
-    assert report["passed"] and report["comparison"]["equal_tokens"] == 6
+    (runs,) = report["runs"]
+    assert report["passed"] and runs["comparison"]["equal_tokens"] == 6 and runs["threads"] == 1
     called = {(row["op"], row["prefill"], row["decode"]) for row in report["operations"]}
     assert called == {
         ("causal_conv1d_fn", 3, 0),
@@ -61,9 +63,46 @@ def test_demo_in_float32_gives_equal_tokens(tmp_path: Path, capsys: pytest.Captu
         ("fused_gdn_decode_post_conv_mtp", 0, 3),
         ("rms_norm_gated", 3, 0),
     }
-    assert all(report["gdn"][phase]["core_ms"] > 0 for phase in ("prefill", "decode"))
+    assert all(runs["gdn"][phase]["core_ms"] > 0 for phase in ("prefill", "decode"))
     text = capsys.readouterr().out
     assert "Greedy tokens: 6 of 6 equal" in text and "prefill, tokens/s" in text
+
+
+def test_demo_takes_several_numbers_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One model and one table for all; each is timed and compared with its own threads, which are put back after."""
+    monkeypatch.setenv("COLUMNS", "120")
+    used: list[tuple[int, bool]] = []
+    timed = demo.generate
+
+    def seen(*arguments: Any) -> Any:
+        used.append((torch.get_num_threads(), integration.is_patched()))
+        return timed(*arguments)
+
+    monkeypatch.setattr(demo, "generate", seen)
+    path = tmp_path / "demo.json"
+    argv = ("--dtype", "float32", "--threads", "3,1", "--rounds", "2", "--speculate", "--json", str(path))
+    assert demo.run(arguments(*argv), SHAPE) == 0
+    assert used == [(3, False), *[(1, False), (1, True)] * 2, *[(3, False), (3, True)] * 2]
+    assert torch.get_num_threads() == 1
+    runs = json.loads(path.read_text())["runs"]
+    assert [run["threads"] for run in runs] == [1, 3]
+    for run in runs:
+        assert run["comparison"]["equal_tokens"] == 6 and run["gdn"]["decode"]["tokens_per_second"] > 0
+        assert [row["threads"] for row in run["speculation"]] == [run["threads"]] * 2
+    printed = capsys.readouterr()
+    lines = [line.split() for line in printed.out.splitlines() if "prefill, tokens/s" in line]
+    assert [line[0] for line in lines] == ["1", "3"] and printed.out.count("transformers") == 1
+    assert "1 and 3 threads" in printed.out and "1 thread:\n" in printed.out and "3 threads:\n" in printed.out
+    for stage in ("1 thread, round 2 of 2 ...", "3 threads, round 1 of 2 ...", "3 threads, speculating ..."):
+        assert stage in printed.err
+
+
+@pytest.mark.parametrize("threads", ["0", "1,", "two"])
+def test_wrong_numbers_of_threads_are_named(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--threads", threads]) == 2
+    assert f"gdn demo: --threads {threads}: " in capsys.readouterr().err
 
 
 def test_demo_shows_what_drafts_bring(
@@ -73,7 +112,7 @@ def test_demo_shows_what_drafts_bring(
     path = tmp_path / "demo.json"
     argv = ("--dtype", "float32", "--speculate", "--new-tokens", "60", "--json", str(path))
     assert demo.run(arguments(*argv), SHAPE) == 0
-    repeating, other = json.loads(path.read_text())["speculation"]
+    repeating, other = json.loads(path.read_text())["runs"][0]["speculation"]
     assert repeating["text"] == "repeats the prompt" and repeating["steps"] == other["steps"] == 59
     assert repeating["passes"] < 50 and repeating["accepted"] > 10
     assert other["passes"] > 50
@@ -109,7 +148,7 @@ def test_others_are_seen_and_this_process_is_not(monkeypatch: pytest.MonkeyPatch
 def test_demo_in_bfloat16(tmp_path: Path) -> None:
     path = tmp_path / "demo.json"
     assert demo.run(arguments("--json", str(path)), SHAPE) == 0
-    comparison = json.loads(path.read_text())["comparison"]
+    comparison = json.loads(path.read_text())["runs"][0]["comparison"]
     # Both round; neither should be much further from the float32 model than the other.
     assert 0 < comparison["distance_after"] < 2 * comparison["distance_before"] < 0.2
 

@@ -37,7 +37,7 @@ from .bench_cases import OPS, plans
 from .known_machines import PEER_SLACK, Known, at_threads, this_machine
 from .machine import Limits, keep_freed_memory, limits
 from .peers import NAMES, VLLM_BEST, Peers
-from .timing import Timed, Timing, time_in_turn, torch_threads
+from .timing import Timed, Timing, thread_counts, time_in_turn, torch_threads
 
 HOST_COST_BUDGET_US = 3.5
 
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         if name not in NAMES:
             raise CommandError(f"--vs {name}: there are {', '.join(NAMES)}")
     sizes = _sizes(args.shape, args.hv)
-    threads = _thread_counts(args.threads)
+    threads = thread_counts(args.threads)
     backends = _backends(args.backend)
     _check_cases(args, ops, sizes)
     with _level(args.level):
@@ -215,16 +215,6 @@ def _sizes(shape: str, value_heads: str | None) -> list[Sizes]:
     if min(H, *several, K, V) < 1 or any(number % H for number in several):
         raise CommandError(f"--shape {shape}: all must be positive, and HV a multiple of H")
     return [Sizes(H, number, K, V) for number in several]
-
-
-def _thread_counts(text: str) -> list[int]:
-    try:
-        counts = [torch.get_num_threads() if part == "all" else int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise CommandError(f'--threads {text}: expected numbers or "all", such as 1,all') from error
-    if min(counts) < 1:
-        raise CommandError(f"--threads {text}: must be 1 or more")
-    return sorted(set(counts))
 
 
 def _backends(wanted: Sequence[str] | None) -> list[str]:

@@ -28,7 +28,7 @@ from .. import _registry
 from . import CommandError, demo_model, models, output, speculation
 from .demo_compare import Comparison, compare
 from .demo_generate import DECODE, PHASES, PREFILL, Calls, Generation, count_calls, follow, follow_at_once, generate
-from .timing import torch_threads
+from .timing import thread_counts, torch_threads
 
 _UNSTEADY = "~ unsteady: the cores are shared with something else; run again on an idle machine"
 SHAPES = {"small": demo_model.Shape(), "0.8b": demo_model.FULL}
@@ -41,11 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=list(models.DTYPES), default="bfloat16", help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=output.positive, default=512, metavar="N", help="default: %(default)s")
-    parser.add_argument("--new-tokens", type=output.positive, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--new-tokens", type=output.positive, default=32, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--rounds", type=output.positive, default=3, metavar="N", help="timed runs each, in turn (default: 3)"
     )
-    parser.add_argument("--threads", type=output.positive, metavar="N", help="default: torch's own choice")
+    parser.add_argument(
+        "--threads",
+        default="all",
+        metavar="N,...",
+        help="as 1,2: one after the other (default: all, torch's own choice)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random weights (default: 0)")
     parser.add_argument(
         "--speculate",
@@ -61,47 +66,57 @@ def run(args: argparse.Namespace, shape: demo_model.Shape | None = None) -> int:
     models.import_transformers()
     if args.new_tokens < 2:
         raise CommandError("--new-tokens: decode is timed from the second token on; give 2 or more")
+    threads = thread_counts(args.threads)
     try:
-        with torch_threads(args.threads):
-            return _run(args, shape or SHAPES[args.shape])
+        return _run(args, threads, shape or SHAPES[args.shape])
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CommandError("out of memory; use fewer --prompt-tokens or a smaller model") from error
 
 
 @dataclass
-class _Results:
-    description: str
+class _Runs:
+    """What was timed with one number of threads, and how the two ways to run agree."""
+
+    threads: int
     before: list[Generation]
     after: list[Generation]
-    calls: dict[str, Calls]
-    comparison: Comparison
-    text: str
     speculation: list[speculation.Row]
+    logits_after: torch.Tensor  # along the tokens of the first run before
+    comparison: Comparison | None = None
+
+    @property
+    def is_unsteady(self) -> list[bool]:
+        """Say of which of both something disturbed."""
+        return [any(run.is_unsteady for run in runs) for runs in (self.before, self.after)]
 
 
-def _run(args: argparse.Namespace, shape: demo_model.Shape) -> int:
+@dataclass
+class _Results:
+    description: str
+    runs: list[_Runs]
+    calls: dict[str, Calls]
+    text: str
+
+
+def _run(args: argparse.Namespace, threads: Sequence[int], shape: demo_model.Shape) -> int:
     notes = _Notes()
     logger = logging.getLogger("gdn_core")
     level = logger.level
     logger.addHandler(notes)
     logger.setLevel(logging.INFO)
+    count = (args.model is None) + 4 + len(threads) * (2 * args.rounds + 1 + args.speculate)
     try:
-        with (
-            tempfile.TemporaryDirectory(prefix="gdn-demo-") as directory,
-            output.steps(2 * args.rounds + 6 + args.speculate) as steps,
-        ):
-            results = _measure(args, shape, Path(directory), steps)
+        with tempfile.TemporaryDirectory(prefix="gdn-demo-") as directory, output.steps(count) as steps:
+            results = _measure(args, threads, shape, Path(directory), steps)
     finally:
         logger.removeHandler(notes)
         logger.setLevel(level)
     misplaced = _native_ops_on_reference(results.calls)
-    passed = results.comparison.passed and not misplaced
+    passed = all(runs.comparison is not None and runs.comparison.passed for runs in results.runs) and not misplaced
     _show(args, results, misplaced, notes)
     if args.json:
-        report: dict[str, Any] = {"model": results.description, "transformers": _figures(results.before, args)}
-        report |= {"gdn": _figures(results.after, args), "operations": _operations(results.calls)}
-        report |= {"speculation": [row.as_json() for row in results.speculation]}
-        report |= {"comparison": asdict(results.comparison), "notes": notes.lines, "passed": passed}
+        report: dict[str, Any] = {"model": results.description, "runs": [_as_json(runs, args) for runs in results.runs]}
+        report |= {"operations": _operations(results.calls), "notes": notes.lines, "passed": passed}
         output.write_json(args.json, report)
     return 0 if passed else 1
 
@@ -120,7 +135,9 @@ class _Notes(logging.Handler):
             self.warnings.append(record.getMessage())
 
 
-def _measure(args: argparse.Namespace, shape: demo_model.Shape, directory: Path, steps: output.Steps) -> _Results:
+def _measure(
+    args: argparse.Namespace, threads: Sequence[int], shape: demo_model.Shape, directory: Path, steps: output.Steps
+) -> _Results:
     dtype = models.DTYPES[args.dtype]
     if args.model is None:
         steps.step("building the model")
@@ -131,29 +148,48 @@ def _measure(args: argparse.Namespace, shape: demo_model.Shape, directory: Path,
     # Plain greedy decoding to the asked length, whatever the checkpoint recommends for a conversation.
     model.generation_config = type(model.generation_config)(do_sample=False)
     ids = _prompt(args, tokenizer)
-    description = _describe(model, layers, args)
+    description = _describe(model, layers, args, threads)
+    with torch_threads(threads[-1]):
+        steps.step("warm-up", "transformers alone")
+        generate(model, layers, ids, 2)
+        steps.step("warm-up", "with gdn")
+        with integration.patched():
+            calls = count_calls(model, ids)
+    results = []
+    for number in threads:
+        with torch_threads(number):
+            results.append(_time(args, model, layers, ids, steps))
+    with torch_threads(threads[-1]):
+        steps.step("comparing in float32")
+        _compare(model, ids, results, dtype)
+    return _Results(description, results, calls, tokenizer.decode(results[0].after[0].tokens))
+
+
+def _time(args: argparse.Namespace, model: Any, layers: Sequence[Any], ids: torch.Tensor, steps: output.Steps) -> _Runs:
+    """Time both ways to run in turn, with the threads that are set; follow the first text with gdn."""
     before: list[Generation] = []
     after: list[Generation] = []
-    steps.step("warm-up", "transformers alone")
-    generate(model, layers, ids, 2)
-    steps.step("warm-up", "with gdn")
-    with integration.patched():
-        calls = count_calls(model, ids)
+    threads = torch.get_num_threads()
+    name = output.count(threads, "thread")
     for number in range(1, args.rounds + 1):
-        steps.step(f"round {number} of {args.rounds}", "transformers alone")
+        steps.step(f"{name}, round {number} of {args.rounds}", "transformers alone")
         before.append(generate(model, layers, ids, args.new_tokens))
-        steps.step(f"round {number} of {args.rounds}", "with gdn")
+        steps.step(f"{name}, round {number} of {args.rounds}", "with gdn")
         with integration.patched():
             after.append(generate(model, layers, ids, args.new_tokens))
     rows = []
     if args.speculate:
-        steps.step("speculating")
+        steps.step(f"{name}, speculating")
         rows = [
-            speculation.measure(name, model, ids, text, args.rounds)
-            for name, text in demo_model.continuations(ids, args.new_tokens).items()
+            speculation.measure(text_name, model, ids, text, args.rounds)
+            for text_name, text in demo_model.continuations(ids, args.new_tokens).items()
         ]
-    comparison = _compare(model, ids, before[0], after[0], dtype, steps)
-    return _Results(description, before, after, calls, comparison, tokenizer.decode(after[0].tokens), rows)
+    steps.step(f"{name}, along the same tokens")
+    logits_after = after[0].logits
+    if after[0].tokens != before[0].tokens:
+        with integration.patched():
+            logits_after = follow(model, ids, before[0].tokens)
+    return _Runs(threads, before, after, rows, logits_after)
 
 
 def _prompt(args: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
@@ -166,21 +202,17 @@ def _prompt(args: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
     return ids
 
 
-def _compare(
-    model: Any, ids: torch.Tensor, before: Generation, after: Generation, dtype: torch.dtype, steps: output.Steps
-) -> Comparison:
-    """Compare the runs along the first one's tokens. Leaves `model` in float32 where memory allows."""
-    steps.step("comparing", "with gdn along the same tokens")
-    logits_after = after.logits
-    if after.tokens != before.tokens:
-        with integration.patched():
-            logits_after = follow(model, ids, before.tokens)
-    steps.step("comparing", "in float32")
-    exact = None
+def _compare(model: Any, ids: torch.Tensor, results: Sequence[_Runs], dtype: torch.dtype) -> None:
+    """Compare the runs along the tokens of transformers' own. Leaves `model` in float32 where memory allows."""
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    if dtype != torch.float32 and 3 * weights < models.available_memory():
-        exact = follow_at_once(model.float(), ids, before.tokens)
-    return compare(before.tokens, after.tokens, before.logits, logits_after, exact, dtype)
+    has_exact = dtype != torch.float32 and 3 * weights < models.available_memory()
+    known: dict[tuple[int, ...], torch.Tensor] = {}
+    for runs in results:
+        before, after = runs.before[0], runs.after[0]
+        text = tuple(before.tokens)
+        if has_exact and text not in known:
+            known[text] = follow_at_once(model.float(), ids, text)
+        runs.comparison = compare(before.tokens, after.tokens, before.logits, runs.logits_after, known.get(text), dtype)
 
 
 def _native_ops_on_reference(calls: dict[str, Calls]) -> list[str]:
@@ -202,14 +234,18 @@ def _operations_called(calls: dict[str, Calls]) -> list[tuple[str, str]]:
 def _show(args: argparse.Namespace, results: _Results, misplaced: Sequence[str], notes: _Notes) -> None:
     console = output.console_for(args.json)
     console.print(f"\n{results.description}\n", markup=False)
-    unsteady = [any(run.is_unsteady for run in runs) for runs in (results.before, results.after)]
-    console.print(_timing_table(_figures(results.before, args), _figures(results.after, args), unsteady))
-    if results.speculation:
-        console.print(speculation.table("Decode with drafts from the text, along a given text", results.speculation))
-    if any(unsteady) or any(row.is_unsteady for row in results.speculation):
+    console.print(_timing_table(results.runs, args))
+    rows = [row for runs in results.runs for row in runs.speculation]
+    if rows:
+        console.print(speculation.table("Decode with drafts from the text, along a given text", rows))
+    if any(any(runs.is_unsteady) for runs in results.runs) or any(row.is_unsteady for row in rows):
         console.print(_UNSTEADY, style="yellow")
     console.print(_operations_table(results.calls, misplaced))
-    console.print(_verdict(results.comparison, models.DTYPES[args.dtype]), markup=False)
+    for runs in results.runs:
+        if len(results.runs) > 1:
+            console.print(f"{output.count(runs.threads, 'thread')}:", style="bold")
+        assert runs.comparison is not None
+        console.print(_verdict(runs.comparison, models.DTYPES[args.dtype]), markup=False)
     if args.model is not None:
         console.print(f"\nText: {results.text}", markup=False)
     if misplaced:
@@ -219,16 +255,24 @@ def _show(args: argparse.Namespace, results: _Results, misplaced: Sequence[str],
         console.print(f"  {note}", markup=False)
 
 
-def _describe(model: Any, layers: Sequence[Any], args: argparse.Namespace) -> str:
+def _as_json(runs: _Runs, args: argparse.Namespace) -> dict[str, Any]:
+    assert runs.comparison is not None
+    report: dict[str, Any] = {"threads": runs.threads, "transformers": _figures(runs.before, args)}
+    report |= {"gdn": _figures(runs.after, args), "speculation": [row.as_json() for row in runs.speculation]}
+    return report | {"unsteady": any(runs.is_unsteady), "comparison": asdict(runs.comparison)}
+
+
+def _describe(model: Any, layers: Sequence[Any], args: argparse.Namespace, threads: Sequence[int]) -> str:
     layer, config = layers[0], model.config.get_text_config()
     name = f"{args.model} ({config.model_type})" if args.model else "Random weights in Qwen3.5's architecture"
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    threads, runs = output.count(torch.get_num_threads(), "thread"), output.count(args.rounds, "run")
+    counts = output.count(threads[0], "thread") if len(threads) == 1 else f"{' and '.join(map(str, threads))} threads"
+    runs = output.count(args.rounds, "run")
     return (
         f"{name}: {parameters / 1e6:.0f} M parameters, hidden {config.hidden_size}\n"
         f"{config.num_hidden_layers} layers, {len(layers)} of them Gated DeltaNet: {layer.num_k_heads} key heads, "
         f"{layer.num_v_heads} value heads, K = {layer.head_k_dim}, V = {layer.head_v_dim}\n"
-        f"{args.dtype}, {threads}; prompt {args.prompt_tokens} tokens, {args.new_tokens} new, greedy; "
+        f"{args.dtype}, {counts}; prompt {args.prompt_tokens} tokens, {args.new_tokens} new, greedy; "
         f"medians of {runs} each, in turn"
     )
 
@@ -255,23 +299,25 @@ def _operations(calls: dict[str, Calls]) -> list[dict[str, Any]]:
     ]
 
 
-def _timing_table(
-    before: dict[str, dict[str, float]], after: dict[str, dict[str, float]], unsteady: Sequence[bool]
-) -> Table:
+def _timing_table(results: Sequence[_Runs], args: argparse.Namespace) -> Table:
     columns = ("transformers", "with gdn", "gain")
-    table = output.table("Time", "", *columns, right=columns)
-    marks = ["~ " * is_unsteady for is_unsteady in unsteady]
-
-    def add(name: str, digits: int, values: Sequence[float], gain: float) -> None:
-        cells = (f"{mark}{value:.{digits}f}" for mark, value in zip(marks, values, strict=True))
-        table.add_row(name, *cells, f"{max(marks)}{gain:.2f} x")
-
-    for phase, unit in ((PREFILL, "ms"), (DECODE, "ms a token")):
-        a, b = before[phase], after[phase]
-        speeds, whole, core = ((a[name], b[name]) for name in ("tokens_per_second", "step_ms", "core_ms"))
-        add(f"{phase}, tokens/s", 1, speeds, speeds[1] / speeds[0])
-        add(f"{phase}, {unit}", 2, whole, whole[0] / whole[1])
-        add("  of it in the GDN core", 2, core, core[0] / core[1])
+    table = output.table("Time", "threads", "", *columns, right=("threads", *columns))
+    for runs in results:
+        before, after = _figures(runs.before, args), _figures(runs.after, args)
+        marks = ["~ " * is_unsteady for is_unsteady in runs.is_unsteady]
+        threads = str(runs.threads)
+        for phase, unit in ((PREFILL, "ms"), (DECODE, "ms a token")):
+            for figure, name, digits in (
+                ("tokens_per_second", f"{phase}, tokens/s", 1),
+                ("step_ms", f"{phase}, {unit}", 2),
+                ("core_ms", "  of it in the GDN core", 2),
+            ):
+                values = before[phase][figure], after[phase][figure]
+                gain = values[1] / values[0] if digits == 1 else values[0] / values[1]
+                cells = (f"{mark}{value:.{digits}f}" for mark, value in zip(marks, values, strict=True))
+                table.add_row(threads, name, *cells, f"{max(marks)}{gain:.2f} x")
+                threads = ""
+        table.add_section()
     return table
 
 

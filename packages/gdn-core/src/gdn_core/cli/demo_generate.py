@@ -76,11 +76,17 @@ class _Clock:
         return [module.register_forward_pre_hook(begins), module.register_forward_hook(ends)]
 
 
-def generate(model: Any, layers: Sequence[torch.nn.Module], ids: torch.Tensor, new_tokens: int) -> Generation:
-    """Generate `new_tokens` greedy tokens after the prompt `ids` [1, T]."""
+def generate(
+    model: Any,
+    layers: Sequence[torch.nn.Module],
+    ids: torch.Tensor,
+    new_tokens: int,
+    text: Sequence[int] | None = None,
+) -> Generation:
+    """Generate `new_tokens` tokens after the prompt `ids` [1, T], greedily or along a given text; time `layers`."""
     clock = _Clock()
     with clock.watch(model, layers), Others() as others:
-        tokens, logits = _generate(model, ids, new_tokens)
+        tokens, logits = _generate(model, ids, new_tokens, text)
     return Generation(
         tokens=tokens,
         logits=logits,
@@ -102,18 +108,20 @@ def count_calls(model: Any, ids: torch.Tensor) -> dict[str, Calls]:
     return counts
 
 
-def follow(model: Any, ids: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    """Decode along the given tokens and return the logits before each [len(tokens), vocabulary]."""
+def follow(model: Any, ids: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
+    """Decode along the given tokens and return the logits before each [len(text), vocabulary]."""
+    return _generate(model, ids, len(text), text)[1]
 
+
+def _generate(
+    model: Any, ids: torch.Tensor, new_tokens: int, text: Sequence[int] | None = None
+) -> tuple[list[int], torch.Tensor]:
     def only_the_given(so_far: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert text is not None
         forced = torch.full_like(scores, float("-inf"))
-        forced[:, tokens[so_far.shape[1] - ids.shape[1]]] = 0
+        forced[:, text[so_far.shape[1] - ids.shape[1]]] = 0
         return forced
 
-    return _generate(model, ids, len(tokens), logits_processor=[only_the_given])[1]
-
-
-def _generate(model: Any, ids: torch.Tensor, new_tokens: int, **options: Any) -> tuple[list[int], torch.Tensor]:
     result = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -121,7 +129,7 @@ def _generate(model: Any, ids: torch.Tensor, new_tokens: int, **options: Any) ->
         max_new_tokens=new_tokens,
         output_logits=True,
         return_dict_in_generate=True,
-        **options,
+        logits_processor=[] if text is None else [only_the_given],
     )
     return result.sequences[0, ids.shape[1] :].tolist(), torch.cat(result.logits).float()
 

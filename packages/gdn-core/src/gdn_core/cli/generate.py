@@ -81,9 +81,9 @@ def _temperature(text: str) -> float:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    return demo.run(
-        argparse.Namespace(**vars(args), new_tokens=args.max_new_tokens, rounds=1, shape="small", json=None)
-    )
+    threads = "all" if args.threads is None else str(args.threads)
+    of_demo = {"new_tokens": args.max_new_tokens, "rounds": 1, "shape": "small", "json": None, "threads": threads}
+    return demo.run(argparse.Namespace(**vars(args) | of_demo))
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any, Any]:
@@ -111,7 +111,7 @@ def _compare_speculation(args: argparse.Namespace) -> int:
         engine = speculation.engine_for(model, ids.shape[1], draft, exact=args.exact)
         speculative = speculation.run_engine(engine, ids, args.max_new_tokens)
     console = output.console()
-    row = speculation.Row("this one", [plain], [speculative], others.disturb)
+    row = speculation.Row("this one", torch.get_num_threads(), [plain], [speculative], others.disturb)
     console.print(speculation.table(f"Decode of {args.model} with drafts", [row]), markup=False)
     dtype = models.DTYPES[args.dtype]
     exact = None

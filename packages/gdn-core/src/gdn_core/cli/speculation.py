@@ -17,6 +17,7 @@ from gdn_core.speculate import Engine, Pace, PromptLookup, Sampler
 
 from . import CommandError, output
 from .demo_compare import explains_difference
+from .demo_generate import DECODE, generate
 from .timing import Others
 
 # Most tokens that a pass verifies: on a CPU, a pass over 8 takes about 1.3 times as long as one over 1.
@@ -71,46 +72,17 @@ def run_engine(engine: Engine, ids: torch.Tensor, new_tokens: int, sampler: Samp
 
 def run_plain(model: Any, ids: torch.Tensor, new_tokens: int, text: Sequence[int] | None = None) -> Run:
     """Generate as transformers does on gdn; along `text`, where it is given, and otherwise keep the logits."""
-
-    def only_the_given(so_far: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert text is not None
-        return scores.fill_(float("-inf")).index_fill_(1, torch.tensor(text[so_far.shape[1] - ids.shape[1]]), 0)
-
-    times = _Times()
     with integration.patched():
-        result = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            streamer=times,
-            output_logits=text is None,
-            return_dict_in_generate=True,
-            logits_processor=[] if text is None else [only_the_given],
-        )
-    tokens = result.sequences[0, ids.shape[1] :].tolist()
-    logits = None if text is not None else torch.cat(result.logits).float()
-    return Run(tokens, times.seconds[-1] - times.seconds[1], len(tokens) - 1, logits=logits)
-
-
-class _Times:
-    """A streamer that keeps when tokens come; the first is the prompt."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def put(self, _: torch.Tensor) -> None:
-        self.seconds.append(perf_counter())
-
-    def end(self) -> None:
-        pass
+        run = generate(model, (), ids, new_tokens, text)
+    return Run(run.tokens, run.seconds[DECODE], len(run.tokens) - 1, logits=run.logits if text is None else None)
 
 
 @dataclass
 class Row:
-    """Plain and speculative runs of one text, in turn."""
+    """Plain and speculative runs of one text, in turn, with one number of threads."""
 
     name: str
+    threads: int
     plain: list[Run]
     speculative: list[Run]
     is_unsteady: bool
@@ -127,9 +99,9 @@ class Row:
         """Return the figures."""
         last, (plain, speculative) = self.speculative[-1], self.speeds
         return {
-            "text": self.name, "plain_tokens_per_second": plain, "speculative_tokens_per_second": speculative,
-            "steps": len(last.tokens) - 1, "passes": last.passes, "drafted": last.drafted, "accepted": last.accepted,
-            "unsteady": self.is_unsteady,
+            "text": self.name, "threads": self.threads, "plain_tokens_per_second": plain,
+            "speculative_tokens_per_second": speculative, "steps": len(last.tokens) - 1, "passes": last.passes,
+            "drafted": last.drafted, "accepted": last.accepted, "unsteady": self.is_unsteady,
         }  # fmt: skip
 
 
@@ -140,7 +112,7 @@ def measure(name: str, model: Any, ids: torch.Tensor, text: list[int], rounds: i
         logits.argmax(-1)  # choosing is part of what is timed
         return text[place : place + len(logits)]
 
-    row = Row(name, [], [], False)
+    row = Row(name, torch.get_num_threads(), [], [], False)
     with Others() as others, integration.patched():
         for _ in range(rounds):
             row.plain.append(run_plain(model, ids, len(text), text))
@@ -167,11 +139,12 @@ def verdict(plain: Run, speculative: Run, exact: torch.Tensor | None, dtype: tor
 def table(title: str, rows: Sequence[Row]) -> Table:
     """Show what speculation brings on each text."""
     columns = ("plain, tokens/s", "speculative", "gain", "passes", "steps saved", "drafts right")
-    result = output.table(title, "text", *columns, right=columns)
+    result = output.table(title, "threads", "text", *columns, right=("threads", *columns))
     for row in rows:
         (plain, speculative), last = row.speeds, row.speculative[-1]
         mark, steps = "~ " * row.is_unsteady, len(last.tokens) - 1
         result.add_row(
+            str(row.threads),
             row.name,
             f"{mark}{plain:.1f}",
             f"{mark}{speculative:.1f}",

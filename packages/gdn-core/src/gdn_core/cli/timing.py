@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from . import CommandError
+
 # Below this a clock reading and a loop iteration would be part of the result.
 _SHORTEST_SAMPLE = 200e-6
 # One of these needs no second call to be sure that it is long enough.
@@ -25,6 +27,17 @@ _FEWEST_ROUNDS = 3
 _SURE_BUSY = 0.05
 # In use elsewhere, above which times are unsteady.
 _FEW_CORES = 0.1
+
+
+def thread_counts(text: str) -> list[int]:
+    """Parse numbers of threads, "1,all", from the fewest to the most; all: torch's own choice."""
+    try:
+        counts = [torch.get_num_threads() if part == "all" else int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise CommandError(f'--threads {text}: expected numbers or "all", such as 1,all') from error
+    if min(counts) < 1:
+        raise CommandError(f"--threads {text}: must be 1 or more")
+    return sorted(set(counts))
 
 
 @contextmanager
