@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import gdn_core
-from gdn_core import _dispatch, _log, _registry, _validate, triton_backend
+from gdn_core import _dispatch, _log, _registry, _schema, _validate, triton_backend
 from gdn_core.testing import inputs, oracle
 
 FUSED_DECODE = "fused_gdn_decode_post_conv_mtp"
@@ -999,3 +999,16 @@ def test_the_constructor_of_the_records_has_the_documented_signature():
 def test_ops_are_the_public_functions():
     assert set(gdn_core.OPS) == set(SIGNATURES)
     assert set(SIGNATURES) <= set(gdn_core.__all__)
+
+
+@pytest.mark.parametrize("op", gdn_core.OPS)
+def test_arguments_by_name_are_in_the_order_of_the_schema(op):
+    """Whoever makes them so is told when an op has got another argument."""
+    names = [argument.name for argument in getattr(torch.ops.gdn, op).default._schema.arguments]
+    values = {name: object() for name in reversed(names)}
+    made = _schema.arguments_of(op)(**values)
+    assert isinstance(made, tuple) and list(made) == [values[name] for name in names]
+    with pytest.raises(TypeError, match="missing"):
+        _schema.arguments_of(op)(**{name: None for name in names[1:]})
+    with pytest.raises(TypeError, match="another"):
+        _schema.arguments_of(op)(**values, another=None)

@@ -8,6 +8,7 @@ are used rather than the ``custom_op`` decorator, which costs tens of microsecon
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -81,6 +82,12 @@ SCHEMAS = {
 }
 
 OPS = tuple(SCHEMAS)
+
+
+def arguments_of(op: str) -> Callable[..., tuple[Any, ...]]:
+    """Return the type of an op's arguments: a tuple in the order of its schema that is made by name, with all names."""
+    names = [argument.split()[-1] for argument in SCHEMAS[op].split(", ")]
+    return namedtuple(op, names)
 
 
 # --- the reference, over the arguments of the schemas -----------------------------------------------------------------

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from ..._dispatch import Kernel, eager_kernels, mark_written, run
+from ..._schema import arguments_of
 from .parts import Weights, doubles_beta, gated_norm, layout, output_projection, projections
 
 _CONVOLUTION, _RULE = "causal_conv1d_update", "fused_gdn_decode_post_conv_mtp"
+_ConvolutionArguments, _RuleArguments = arguments_of(_CONVOLUTION), arguments_of(_RULE)
 _Call = Callable[[str, torch.Tensor, tuple[Any, ...]], None]
 
 
@@ -34,26 +36,47 @@ def fused_step(
     mixed_qkv, z, a, b = _one_token(layer, hidden_states)
     batch = mixed_qkv.shape[0]
     convolved = torch.empty_like(mixed_qkv)
-    call(
-        _CONVOLUTION,
-        convolved,
-        (
-            mixed_qkv, conv_state, weights.conv_weight, weights.conv_bias, layer.activation, None, None, None, None,
-            None, None, convolved,
-        ),
-    )  # fmt: skip
+    inputs = _ConvolutionArguments(
+        x=mixed_qkv,
+        conv_state=conv_state,
+        weight=weights.conv_weight,
+        bias=weights.conv_bias,
+        activation=layer.activation,
+        cache_seqlens=None,
+        conv_state_indices=None,
+        num_accepted_tokens=None,
+        query_start_loc=None,
+        null_slot=None,
+        row_indices=None,
+        out=convolved,
+    )
+    call(_CONVOLUTION, convolved, inputs)
     z = z.view(batch, layer.num_v_heads, layer.head_v_dim)
     core = torch.empty_like(z)
     slots, offsets = _rows(batch, state.device)
-    call(
-        _RULE,
-        core,
-        (
-            convolved, a, b, weights.A_log, weights.dt_bias, slots, offsets, None, state, z, weights.norm_weight,
-            None, weights.norm_eps, weights.gate_activation, layer.num_k_heads, layer.head_k_dim, False, None, None,
-            core,
-        ),
-    )  # fmt: skip
+    inputs = _RuleArguments(
+        mixed_qkv=convolved,
+        a=a,
+        b=b,
+        A_log=weights.A_log,
+        dt_bias=weights.dt_bias,
+        state_indices=slots,
+        cu_seqlens=offsets,
+        num_accepted_tokens=None,
+        state=state,
+        output_gate=z,
+        norm_weight=weights.norm_weight,
+        scale=None,
+        norm_eps=weights.norm_eps,
+        output_gate_activation=weights.gate_activation,
+        num_key_heads=layer.num_k_heads,
+        head_k_dim=layer.head_k_dim,
+        state_v_first=False,
+        null_slot=None,
+        row_indices=None,
+        out=core,
+    )
+    call(_RULE, core, inputs)
     return output_projection(layer)(core.view(batch, 1, -1))
 
 
