@@ -20,24 +20,25 @@ Function = Callable[..., Any]
 Wrap = Callable[[Function], Function]
 
 
-def _original_on(original: Function) -> Callable[[torch.Tensor, dict[str, Any]], Function]:
-    """Choose what runs a call that gdn does not take.
+def _kept(original: Function) -> Function:
+    """Return what runs a call that gdn does not take.
 
     fla and causal-conv1d, which stand behind the original where they are installed, run on GPUs alone, so tensors of
     the CPU go to the torch function that they replace. Packed sequences are for the original to take or refuse.
     """
     plain = inspect.unwrap(original)
 
-    def choose(tensor: torch.Tensor, options: dict[str, Any]) -> Function:
-        is_packed = options.get("cu_seqlens") is not None or options.get("seq_idx") is not None
-        return plain if tensor.device.type == "cpu" and not is_packed else original
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
+        function = plain if tensor.device.type == "cpu" and not is_packed else original
+        return function(tensor, *args, **kwargs)
 
-    return choose
+    return run
 
 
 def conv_fn(original: Function) -> Function:
     """Wrap the convolution of a prompt."""
-    original_on = _original_on(original)
+    kept = _kept(original)
 
     def causal_conv1d_fn(
         hidden_states: torch.Tensor,
@@ -53,15 +54,14 @@ def conv_fn(original: Function) -> Function:
             and takes(("causal_conv1d_fn",), hidden_states, weight, bias)
         ):
             return gdn_core.causal_conv1d_fn(hidden_states, weight, bias, activation=activation)
-        function = original_on(hidden_states, kwargs)
-        return function(hidden_states, weight, bias, activation=activation, **kwargs)
+        return kept(hidden_states, weight, bias, activation=activation, **kwargs)
 
     return causal_conv1d_fn
 
 
 def conv_update(original: Function) -> Function:
     """Wrap the convolution of decoded tokens, which updates its state in place."""
-    original_on = _original_on(original)
+    kept = _kept(original)
 
     def causal_conv1d_update(
         hidden_states: torch.Tensor,
@@ -76,7 +76,7 @@ def conv_update(original: Function) -> Function:
             and takes(("causal_conv1d_update",), hidden_states, conv_state, weight, bias)
         ):
             return gdn_core.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
-        return original_on(hidden_states, {})(hidden_states, conv_state, weight, bias, activation)
+        return kept(hidden_states, conv_state, weight, bias, activation)
 
     return causal_conv1d_update
 
@@ -85,7 +85,7 @@ def _delta_rule(op: str) -> Wrap:
     operation: Function = getattr(gdn_core, op)
 
     def wrap(original: Function) -> Function:
-        original_on = _original_on(original)
+        kept = _kept(original)
 
         def gated_delta_rule(
             query: torch.Tensor,
@@ -108,7 +108,7 @@ def _delta_rule(op: str) -> Wrap:
             is_packed = kwargs.get("cu_seqlens") is not None
             if not is_packed and takes((op,), query, key, value, g, beta, initial_state):
                 return operation(query, key, value, **options)
-            return original_on(query, kwargs)(query, key, value, **options, **kwargs)
+            return kept(query, key, value, **options, **kwargs)
 
         return gated_delta_rule
 
@@ -119,13 +119,13 @@ def norm_forward(original: Function) -> Function:
     """Wrap the forward of the gated norm."""
 
     def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> Any:
+        # Written by later versions of transformers; earlier ones have SiLU alone.
+        activation = getattr(self, "activation", "silu")
         if (
             gate is not None
-            # Written by later versions of transformers; earlier ones have SiLU alone.
-            and getattr(self, "activation", "silu") in GATE_ACTIVATIONS
+            and activation in GATE_ACTIVATIONS
             and takes(("rms_norm_gated",), hidden_states, gate, self.weight)
         ):
-            activation = getattr(self, "activation", "silu")
             return gdn_core.rms_norm_gated(
                 hidden_states, gate, self.weight, self.variance_epsilon, activation=activation
             )
