@@ -159,6 +159,7 @@ def test_errors_say_what_to_do(
     assert 'pip install "gdn-core[transformers]"' in message("generate", checkpoint)
 
 
+@pytest.mark.report("E08")
 def test_info_shows_the_layers_of_a_model(
     checkpoint: str, cpu_backend: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

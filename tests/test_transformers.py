@@ -28,7 +28,17 @@ transformers = pytest.importorskip("transformers")
 integration = importlib.import_module("gdn_core.integrations.transformers")
 eligibility = importlib.import_module("gdn_core.integrations.transformers.eligibility")
 
-from transformers_models import FAMILIES, relative_difference, small_model, tokens  # noqa: E402
+from transformers_models import (  # noqa: E402
+    FAMILIES,
+    assert_same,
+    forward,
+    generate,
+    left_padded,
+    new_cache,
+    relative_difference,
+    small_model,
+    tokens,
+)
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 # Before, the cache had another interface, and layers run function by function.
@@ -48,36 +58,6 @@ def _on_gdn_and_unpatched_after() -> Iterator[None]:
 
 def module_of(family: str) -> ModuleType:
     return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-
-
-def left_padded(batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, padded on the left."""
-    mask = torch.ones(batch, length, dtype=torch.long)
-    for row in range(batch - 1):
-        mask[row, : 3 * row + 4] = 0
-    return {"input_ids": tokens(batch, length), "attention_mask": mask}
-
-
-def generate(model: Any, prompt: dict[str, torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generate 7 tokens; return the sequences and the logits [tokens, batch, vocabulary] of each step."""
-    settings = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | options
-    result = model.generate(**prompt, **settings, output_logits=True, return_dict_in_generate=True)
-    return result.sequences, torch.stack(result.logits).float()
-
-
-def assert_same(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-    assert torch.equal(actual[0], expected[0])
-    assert relative_difference(actual[1], expected[1]) < 1e-5
-
-
-def new_cache(model: Any) -> Any:
-    return transformers.DynamicCache(config=model.config)
-
-
-def forward(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    logits: torch.Tensor = model(ids, use_cache=True, **{name: cache}).logits
-    return logits
 
 
 # The same results

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import lru_cache
 from typing import Any
 
@@ -57,10 +58,15 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 FAMILIES = [family for family, (config, _, _) in _MODELS.items() if hasattr(transformers, config)]
 
 
+# As transformers' own tests have them.
+_NARROW = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 2}
+
+
 @lru_cache
-def small_model(family: str) -> Any:
+def small_model(family: str, *, is_narrow: bool = False) -> Any:
     """Make the model of a family; all callers share it, so it is to be left as it is."""
     config, model, more = _MODELS[family]
+    more = more | (_NARROW if is_narrow else {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = getattr(transformers, model)(getattr(transformers, config)(**_SIZES | _HEADS | more))
@@ -75,3 +81,33 @@ def tokens(batch: int, length: int, seed: int = 5) -> torch.Tensor:
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the relative L2 difference."""
     return float((actual - expected).norm() / expected.norm())
+
+
+def left_padded(batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded on the left."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    for row in range(batch - 1):
+        mask[row, : 3 * row + 4] = 0
+    return {"input_ids": tokens(batch, length), "attention_mask": mask}
+
+
+def generate(model: Any, prompt: dict[str, torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generate 7 tokens; return the sequences and the logits [tokens, batch, vocabulary] of each step."""
+    settings = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | options
+    result = model.generate(**prompt, **settings, output_logits=True, return_dict_in_generate=True)
+    return result.sequences, torch.stack(result.logits).float()
+
+
+def assert_same(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(actual[0], expected[0])
+    assert relative_difference(actual[1], expected[1]) < 1e-5
+
+
+def new_cache(model: Any) -> Any:
+    return transformers.DynamicCache(config=model.config)
+
+
+def forward(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    logits: torch.Tensor = model(ids, use_cache=True, **{name: cache}).logits
+    return logits
