@@ -198,8 +198,9 @@ def test_demo_errors_say_what_to_do(
     transformers.LlamaForCausalLM(llama).save_pretrained(tmp_path / "llama")
     assert "a llama model has no Gated DeltaNet layers" in message("--model", str(tmp_path / "llama"))
 
+    demo_model.save_seeded_model(tmp_path / "large", SHAPE, 0, torch.float32)
     monkeypatch.setattr(models, "available_memory", lambda: 1000.0)
-    assert "a smaller model or a larger machine" in message("--model", str(tmp_path / "llama"))
+    assert "a smaller model or a larger machine" in message("--model", str(tmp_path / "large"))
 
     assert "give 2 or more" in message("--new-tokens", "1")
     monkeypatch.setitem(importlib.import_module("sys").modules, "transformers", None)

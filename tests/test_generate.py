@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_compare_of_speculation_shows_a_table(
     argv = ["--compare", "--speculate", *exact, "--max-new-tokens", "9", "--prompt", "some words", "--dtype", "float32"]
     assert main(["generate", checkpoint, *argv]) == 0
     text = capsys.readouterr().out
-    assert "steps saved" in text and "Greedy tokens: 9 of 9 equal." in text
+    assert "steps saved" in text and "Greedy tokens: 9 of 9 equal." in text and "\nText: " in text
 
 
 def test_compare_of_speculation_fails_on_other_tokens() -> None:
@@ -135,6 +136,76 @@ def test_an_interrupt_ends_it_cleanly(
     assert main(["generate", checkpoint, "--max-new-tokens", "50", *speculate]) == 130
     printed = capsys.readouterr()
     assert printed.out.endswith("\n") and printed.err.splitlines()[-1].endswith("interrupted")
+
+
+def test_a_damaged_checkpoint_gets_a_line_that_says_what_to_do(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def message(path: Path | str, command: str = "generate") -> str:
+        name = ["--model", str(path)] if command in ("demo", "info") else [str(path)]
+        assert main([command, *name]) == 2
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    def copied(name: str, **contents: bytes | None) -> Path:
+        directory = tmp_path / name
+        shutil.copytree(checkpoint, directory)
+        for file in directory.iterdir():
+            content = contents.get(file.stem, file.read_bytes())
+            file.unlink() if content is None else file.write_bytes(content)
+        return directory
+
+    assert "Error no file named model.safetensors" in message(copied("weightless", model=None))
+    assert "the weights are damaged (" in message(copied("cut", model=b"few"))
+    assert "not a valid JSON file" in message(copied("broken", config=b"{"))
+    wordless = copied("wordless", tokenizer=None, tokenizer_config=None)
+    for command in ("generate", "demo"):
+        assert "the tokenizer makes no token of the prompt" in message(wordless, command)
+    for command in ("generate", "demo", "info"):
+        assert "there is no such directory" in message(tmp_path / "nowhere", command)
+        assert "give the directory of the checkpoint" in message(Path(checkpoint) / "config.json", command)
+        newer = tmp_path / "newer"
+        newer.mkdir(exist_ok=True)
+        (newer / "config.json").write_text('{"model_type": "qwen99"}')
+        assert message(newer, command).endswith('; pip install "gdn-core[transformers]" --upgrade')
+        older = tmp_path / "older"
+        older.mkdir(exist_ok=True)
+        (older / "config.json").write_text('{"model_type": "gpt2"}')
+        assert "a gpt2 model has no Gated DeltaNet layers" in message(older, command)
+
+
+@pytest.mark.parametrize("options", [[], ["--speculate"], ["--compare"], ["--compare", "--speculate"]])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+    ],
+    ids=["CPU", "CUDA", "Python"],
+)
+def test_memory_that_runs_out_is_no_traceback(
+    checkpoint: str,
+    options: list[str],
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.Qwen3_5TextModel, "forward", fail)
+    assert main(["generate", checkpoint, "--max-new-tokens", "3", *options]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("gdn generate: out of memory; use ") and "a smaller model" in last
+
+
+def test_another_failure_of_a_model_is_not_called_memory(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(transformers.Qwen3_5TextModel, "forward", fail)
+    with pytest.raises(RuntimeError, match="something else"):
+        main(["generate", checkpoint, "--max-new-tokens", "3"])
 
 
 def test_errors_say_what_to_do(

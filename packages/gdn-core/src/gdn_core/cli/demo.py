@@ -67,10 +67,8 @@ def run(args: argparse.Namespace, shape: demo_model.Shape | None = None) -> int:
     if args.new_tokens < 2:
         raise CommandError("--new-tokens: decode is timed from the second token on; give 2 or more")
     threads = thread_counts(args.threads)
-    try:
+    with models.memory_errors("use fewer --prompt-tokens or a smaller model"):
         return _run(args, threads, shape or SHAPES[args.shape])
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise CommandError("out of memory; use fewer --prompt-tokens or a smaller model") from error
 
 
 @dataclass
@@ -197,7 +195,7 @@ def _prompt(args: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
     text = getattr(args, "prompt", None)
     if text is None:
         return demo_model.prompt_ids(tokenizer, args.prompt_tokens)
-    ids: torch.Tensor = tokenizer(text, return_tensors="pt")["input_ids"]
+    ids = models.token_ids(tokenizer, text)
     args.prompt_tokens = ids.shape[1]
     return ids
 
@@ -269,7 +267,7 @@ def _describe(model: Any, layers: Sequence[Any], args: argparse.Namespace, threa
     counts = output.count(threads[0], "thread") if len(threads) == 1 else f"{' and '.join(map(str, threads))} threads"
     runs = output.count(args.rounds, "run")
     return (
-        f"{name}: {parameters / 1e6:.0f} M parameters, hidden {config.hidden_size}\n"
+        f"{name}: {parameters / 1e6:.3g} M parameters, hidden {config.hidden_size}\n"
         f"{config.num_hidden_layers} layers, {len(layers)} of them Gated DeltaNet: {layer.num_k_heads} key heads, "
         f"{layer.num_v_heads} value heads, K = {layer.head_k_dim}, V = {layer.head_v_dim}\n"
         f"{args.dtype}, {counts}; prompt {args.prompt_tokens} tokens, {args.new_tokens} new, greedy; "

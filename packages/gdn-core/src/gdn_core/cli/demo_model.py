@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .models import import_transformers
+from .models import import_transformers, token_ids
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,9 @@ def save_seeded_model(directory: Path, shape: Shape, seed: int, dtype: torch.dty
 def prompt_ids(tokenizer: Any, count: int) -> torch.Tensor:
     """Return a prompt of exactly `count` tokens, [1, count]."""
     text = _TEXT
-    ids = tokenizer(text)["input_ids"]
-    while len(ids) < count:
+    while (ids := token_ids(tokenizer, text)).shape[1] < count:
         text += _TEXT
-        ids = tokenizer(text)["input_ids"]
-    return torch.tensor([ids[:count]])
+    return ids[:, :count]
 
 
 def continuations(ids: torch.Tensor, count: int) -> dict[str, list[int]]:

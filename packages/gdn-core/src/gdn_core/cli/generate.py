@@ -64,13 +64,9 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--compare: tokens are compared where none is drawn; leave out --temperature")
     if args.compare and not args.speculate:
         return _compare(args)
-    try:
-        with torch_threads(args.threads):
-            if args.compare:
-                return _compare_speculation(args)
-            return _generate(args)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise CommandError("out of memory; use a shorter prompt, fewer --max-new-tokens or a smaller model") from error
+    remedy = "use a shorter prompt, fewer --max-new-tokens or a smaller model"
+    with models.memory_errors(remedy), torch_threads(args.threads):
+        return _compare_speculation(args) if args.compare else _generate(args)
 
 
 def _temperature(text: str) -> float:
@@ -100,14 +96,17 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 def _compare_speculation(args: argparse.Namespace) -> int:
     model, tokenizer, draft = _load(args)
-    ids = tokenizer(args.prompt, return_tensors="pt")["input_ids"]
+    ids = models.token_ids(tokenizer, args.prompt)
     # To the asked length, whatever ends a text in this checkpoint.
     model.generation_config = type(model.generation_config)(do_sample=False)
-    with integration.patched(), Others() as others:
-        plain = speculation.run_plain(model, ids, args.max_new_tokens)
+    with integration.patched(), Others() as others, output.steps(2) as steps:
+        steps.step("generating without drafts")
         if args.exact:
             engine = speculation.engine_for(model, ids.shape[1], speculates=False, exact=True)
             plain = speculation.run_engine(engine, ids, args.max_new_tokens)
+        else:
+            plain = speculation.run_plain(model, ids, args.max_new_tokens)
+        steps.step("generating with drafts")
         engine = speculation.engine_for(model, ids.shape[1], draft, exact=args.exact)
         speculative = speculation.run_engine(engine, ids, args.max_new_tokens)
     console = output.console()
@@ -119,31 +118,32 @@ def _compare_speculation(args: argparse.Namespace) -> int:
         exact = follow_at_once(model.float(), ids, plain.tokens)
     passed, verdict = speculation.verdict(plain, speculative, exact, dtype)
     console.print(verdict, markup=False)
+    console.print(f"\nText: {tokenizer.decode(speculative.tokens)}", markup=False)
     return 0 if passed else 1
 
 
 def _generate(args: argparse.Namespace) -> int:
     model, tokenizer, draft = _load(args)
-    prompt = tokenizer(args.prompt, return_tensors="pt")
+    ids = models.token_ids(tokenizer, args.prompt)
     stream = _Stream(tokenizer)
     run = _plain if not args.speculate else _speculative
     status, note = 0, ""
     try:
         with integration.patched():
-            note = run(args, model, prompt, stream, draft)
+            note = run(args, model, ids, stream, draft)
     except KeyboardInterrupt:
         stream.end()
         status, note = 130, ", interrupted"
-    print(f"gdn generate: {stream.summary(prompt['input_ids'].shape[1])}{note}", file=sys.stderr)
+    print(f"gdn generate: {stream.summary(ids.shape[1])}{note}", file=sys.stderr)
     return status
 
 
-def _plain(args: argparse.Namespace, model: Any, prompt: Any, stream: _Stream, draft: None) -> str:
+def _plain(args: argparse.Namespace, model: Any, ids: torch.Tensor, stream: _Stream, draft: None) -> str:
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     torch.manual_seed(args.seed)
     model.generate(
-        prompt["input_ids"],
-        attention_mask=prompt["attention_mask"],
+        ids,
+        attention_mask=torch.ones_like(ids),
         max_new_tokens=args.max_new_tokens,
         streamer=stream,
         **sampling,
@@ -151,8 +151,7 @@ def _plain(args: argparse.Namespace, model: Any, prompt: Any, stream: _Stream, d
     return ""
 
 
-def _speculative(args: argparse.Namespace, model: Any, prompt: Any, stream: _Stream, draft: Any) -> str:
-    ids = prompt["input_ids"]
+def _speculative(args: argparse.Namespace, model: Any, ids: torch.Tensor, stream: _Stream, draft: Any) -> str:
     engine = speculation.engine_for(model, ids.shape[1], draft, exact=args.exact)
     ends = model.generation_config.eos_token_id
     stops = [] if ends is None else [ends] if isinstance(ends, int) else ends

@@ -34,7 +34,7 @@ def load(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load a model that has Gated DeltaNet layers, and its tokenizer, from a directory or by its hub id."""
     transformers = import_transformers()
     with load_errors(path):
-        _check_kind(path, transformers.AutoConfig.from_pretrained(path))
+        _check_kind(path, transformers)
         _check_memory(path, dtype)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -45,12 +45,40 @@ def load(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
 @contextmanager
 def load_errors(path: str) -> Iterator[None]:
     """Turn what transformers raises while it loads into one line that says what to do."""
+    _check_path(path)
+    damaged: type[Exception] = importlib.import_module("safetensors").SafetensorError
+    try:
+        with memory_errors("try --dtype bfloat16 or a smaller model"):
+            yield
+    except damaged as error:
+        raise CommandError(
+            f"{path}: the weights are damaged ({_first_line(error)}); copy or download them anew"
+        ) from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CommandError(f"{path}: {_first_line(error)}{_remedy(path, error)}") from error
+
+
+@contextmanager
+def memory_errors(remedy: str) -> Iterator[None]:
+    """Turn the ways in which memory runs out into one line."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise CommandError(f"{path}: out of memory while loading; try --dtype bfloat16 or a smaller model") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CommandError(f"{path}: {_first_line(error)}{_remedy(path)}") from error
+    except (MemoryError, RuntimeError) as error:
+        # On the CPU torch raises a plain RuntimeError, of which this is the only mark.
+        is_ours = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not is_ours:
+            raise
+        raise CommandError(f"out of memory; {remedy}") from error
+
+
+def token_ids(tokenizer: Any, text: str) -> torch.Tensor:
+    """Return the tokens of a text [1, T], at least one."""
+    ids: torch.Tensor = tokenizer(text, return_tensors="pt")["input_ids"]
+    if ids.shape[1] == 0:
+        raise CommandError(
+            "the tokenizer makes no token of the prompt; are tokenizer.json and its config beside the model?"
+        )
+    return ids
 
 
 def require_layers(path: str, model: Any) -> list[Any]:
@@ -61,10 +89,22 @@ def require_layers(path: str, model: Any) -> list[Any]:
     return layers
 
 
-def _check_kind(path: str, config: Any) -> None:
-    """Refuse a model without such layers before its weights are read, where its configuration lists its layers."""
+def _check_path(path: str) -> None:
+    """Refuse what looks like a place in the file system, and is none: transformers takes it for a name on the hub."""
+    if Path(path).is_file():
+        raise CommandError(f"{path}: this is a file; give the directory of the checkpoint")
+    if path.startswith((".", "/", "~")) and not Path(path).is_dir():
+        raise CommandError(f"{path}: there is no such directory; give one with a checkpoint, or the id of a model")
+
+
+def _check_kind(path: str, transformers: Any) -> None:
+    """Refuse a model without such layers before its weights are read."""
+    config = transformers.AutoConfig.from_pretrained(path)
     types = getattr(config.get_text_config(), "layer_types", None)
-    if types is not None and "linear_attention" not in types:
+    if types is None:
+        with torch.device("meta"):
+            require_layers(path, transformers.AutoModelForCausalLM.from_config(config))
+    elif "linear_attention" not in types:
         raise CommandError(_no_layers(path, config))
 
 
@@ -97,7 +137,9 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def _remedy(path: str) -> str:
+def _remedy(path: str, error: Exception) -> str:
+    if "does not recognize this architecture" in str(error):
+        return f"; {EXTRA} --upgrade"
     if Path(path).is_dir():
         return "; the directory must hold config.json, the weights (*.safetensors) and the tokenizer's files"
     if importlib.import_module("huggingface_hub.constants").HF_HUB_OFFLINE:
