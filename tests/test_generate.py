@@ -138,6 +138,18 @@ def test_an_interrupt_ends_it_cleanly(
     assert printed.out.endswith("\n") and printed.err.splitlines()[-1].endswith("interrupted")
 
 
+@pytest.mark.parametrize("options", [[], ["--compare"], ["--speculate"]])
+def test_an_interrupt_while_loading_ends_it_cleanly(
+    checkpoint: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", interrupted)
+    assert main(["generate", checkpoint, *options]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "gdn generate: interrupted"
+
+
 def test_a_damaged_checkpoint_gets_a_line_that_says_what_to_do(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
