@@ -405,12 +405,11 @@ def _convolve_row(history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
     C, W = weight.shape
     inputs = torch.cat([history.double(), x.double()], dim=1)
     y = torch.zeros(C, x.shape[1], dtype=torch.float64)
-    for c in range(C):
-        for t in range(x.shape[1]):
-            total = 0.0 if bias is None else bias[c].item()
-            for j in range(W):
-                total += weight[c, j].item() * inputs[c, t + j].item()
-            y[c, t] = total
+    for t in range(x.shape[1]):
+        if bias is not None:
+            y[:, t] = bias.double()
+        for j in range(W):
+            y[:, t] += weight[:, j].double() * inputs[:, t + j]
     return y if activation is None else _silu(y)
 
 
