@@ -25,6 +25,19 @@ bool is_there(const ChunkKernel& kernel) {
 
 #if defined(__x86_64__)
 
+#if defined(GDN_HAVE_X86_V4_BF16)
+// The kernels of the level below, but for the recurrence.
+const KernelTable& bf16_table() {
+  static const KernelTable table = [] {
+    KernelTable kernels = x86_v4::kTable;
+    kernels.recurrence = x86_v4_bf16::recurrence;
+    kernels.recurrence_norm = x86_v4_bf16::recurrence_norm;
+    return kernels;
+  }();
+  return table;
+}
+#endif
+
 std::vector<Level> list_levels() {
   const CpuFeatures& cpu = cpu_features();
   const auto reason = [](bool supported, const char* needs) { return supported ? std::string() : std::string(needs); };
@@ -41,14 +54,14 @@ std::vector<Level> list_levels() {
 #if defined(GDN_HAVE_X86_V4_BF16)
   all.push_back({"x86_v4_bf16",
                  reason(cpu.x86_v4_bf16, "needs AVX512-BF16 and VNNI"),
-                 &x86_v4::kTable,
+                 &bf16_table(),
                  {&x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk, x86_v4::kTable.blas_chunk}});
 #endif
 #if defined(GDN_HAVE_X86_AMX)
   all.push_back(
       {"x86_amx",
        cpu.x86_amx ? amx_permission_error() : "needs AMX-TILE and AMX-BF16",
-       &x86_v4::kTable,
+       &bf16_table(),
        {&x86_amx::kChunkOfBFloat16, &x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk, x86_v4::kTable.blas_chunk}});
 #endif
   return all;

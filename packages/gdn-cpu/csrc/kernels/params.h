@@ -307,7 +307,7 @@ GDN_DECLARE_LEVEL(x86_v3)
 GDN_DECLARE_LEVEL(x86_v4)
 #undef GDN_DECLARE_LEVEL
 
-// The levels that add instructions for the chunked rule, and run the other kernels of the level below.
+// The levels that add instructions for products of bf16, and run other kernels of the level below.
 #define GDN_DECLARE_CHUNK_LEVEL(level)       \
   namespace level {                          \
   extern const ChunkKernel kChunkOfBFloat16; \
@@ -316,6 +316,13 @@ GDN_DECLARE_CHUNK_LEVEL(x86_v4_bf16)
 GDN_DECLARE_CHUNK_LEVEL(x86_amx)
 GDN_DECLARE_CHUNK_LEVEL(arm_bf16)
 #undef GDN_DECLARE_CHUNK_LEVEL
+
+// AVX512-BF16 also rounds to bf16 in one instruction: the level has the recurrence of its own, for pools of bf16.
+namespace x86_v4_bf16 {
+void recurrence(const RecurrenceParams& params, const RecurrenceItem& item, const RecurrenceItem* next,
+                RecurrenceScratch& scratch);
+void recurrence_norm(const RecurrenceParams& params, std::int64_t sequence, std::int64_t head);
+}  // namespace x86_v4_bf16
 
 // OpenBLAS exports products of bf16 for Arm.
 namespace arm_bf16 {
