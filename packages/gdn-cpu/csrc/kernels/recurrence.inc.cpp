@@ -22,7 +22,7 @@
 // One core of Zen 4, K = V = 128, fp32 state, bf16 operands, us a head and token (the arithmetic alone: 1.12),
 // the best of many runs on a machine that others used too:
 //            [K, V] from L2 / L3 / memory     [V, K]                  64 tokens, [K, V] / [V, K]
-//   x86_v4   1.4 / 1.5 / 3.0 (22 GB/s)        1.7 / 1.8 / 3.4         1.3 / 1.5
+//   x86_v4   1.4 / 1.5 / 3.0 (22 GB/s)        1.7 / 1.8 / 3.4         1.2 / 1.5
 //   x86_v3   1.6 / 1.8 / 4.1 (16 GB/s)        1.6 / 1.8 / 4.1         1.3 / 1.4
 #include "gated_norm.h"
 #include "kernels.h"
@@ -183,9 +183,15 @@ struct TilePass {
     body(tile);
   }
 
-  void replay(const RecordBlock& records) const {
+  // In fp32, with the sums of token 0 of the block. Of half precision it reads the state as it was rounded.
+  void replay(const RecordBlock& records, const TokenBlock& block, Sums& sums) const {
     const Tile<State> to = tile_of(static_cast<State*>(task.replayed));
     with_source(0, records.is_reset, [&](auto from) {
+      if constexpr (kIsKFirst<Layout> && kIsFloat<State>) {
+        if (v_end - v_begin == kStripVectors * kLanes && !is_reset(block.decay[0])) {
+          return replay_and_accumulate(records, from, to, v_begin - task.v_begin, token(block, 0, 0), sums);
+        }
+      }
       replay_records(Layout{}, records, from, to, v_begin - task.v_begin, v_end - v_begin, task.params.key_dim,
                      *task.next);
     });
@@ -237,13 +243,19 @@ struct TilePass {
   }
 
   // Tokens [first, first + block.count) of the row.
-  void run(const TokenBlock& block, std::int64_t first) const {
+  void run(const TokenBlock& block, std::int64_t first, const RecordBlock& records) const {
+    Sums sums;
+    if (first == 0 && records.count > 0) replay(records, block, sums);
     for (std::int64_t i = 0; i < block.count; ++i) {
       const std::int64_t t = first + i;
       if (task.params.chunk_states != nullptr && t % kChunkTokens == 0) save_chunk_state(t);
       const Token current = token(block, i, t);
+      const bool is_followed = i + 1 < block.count && !is_reset(block.decay[i + 1]);
+      const Token after = is_followed ? token(block, i + 1, t + 1) : Token{};
       with_source(t, is_reset(current.decay), [&](auto source) {
-        with_destination(t, [&](auto destination) { step(Layout{}, current, source, destination); });
+        with_destination(t, [&](auto destination) {
+          step(Layout{}, current, is_followed ? &after : nullptr, source, destination, sums);
+        });
       });
     }
   }
@@ -312,8 +324,7 @@ void run_head(const HeadTask& task) {
     prefetch_tokens(task.params, task.row, task.head, t + block.count, min_of(t + 2 * capacity, task.row.count));
     for (std::int64_t v = task.v_begin; v < task.v_end; v += tile) {
       const TilePass<Layout, State> pass{task, v, min_of(v + tile, task.v_end)};
-      if (t == 0 && records.count > 0) pass.replay(records);
-      pass.run(block, t);
+      pass.run(block, t, records);
     }
     if (task.params.norm != nullptr && task.params.unnormed_outputs == nullptr) {
       norm_outputs(task.params, task.row, task.head, unnormed(task, t), t, block.count);

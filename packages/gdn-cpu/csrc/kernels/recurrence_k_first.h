@@ -2,7 +2,9 @@
 //
 // One token on a tile of a [K, V] state: a lane is a value column, so no sum crosses lanes. Two passes over the rows,
 //   km = k M, qm = q M;    u = beta (v - decay km), o = scale (decay qm + (q k) u);    M = decay M + k u^T,
-// the second from the cache. Each column's sums run over the rows in order, whatever the tile.
+// the second from the cache. Where one strip covers the tile, the second pass of a token is the first of the next one:
+// the multipliers, with four operations a vector, hide all of its loads and stores. Each column's sums run over the
+// rows in order, whatever the tile.
 #pragma once
 
 #include "rank_one_update.h"
@@ -97,20 +99,74 @@ void accumulate(Source tile, const Token& token, std::int64_t width, float* km, 
   }
 }
 
+GDN_INLINE void put_sums(const Vec (&k_sum)[kStripVectors], const Vec (&q_sum)[kStripVectors], Sums& sums) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kStripVectors; ++j) {
+    store(sums.km + j * kLanes, k_sum[j]);
+    store(sums.qm + j * kLanes, q_sum[j]);
+  }
+  sums.are_ready = true;
+}
+
+// A tile that one strip covers: its update, and while a new row is in registers, the sums of the token after it. They
+// see the operations of `accumulate` in their order.
+template <class Source, class Destination>
+void update_and_accumulate(Source source, Destination destination, const Token& token, const Token& after,
+                           const float* u, Sums& sums) {
+  constexpr int kVectors = kStripVectors;
+  NextState ahead = *token.next;  // a copy, which stores to the state cannot alias
+  const Vec decay = set1(token.decay);
+  Vec k_sum[kVectors], q_sum[kVectors];
+#pragma GCC unroll 8
+  for (int j = 0; j < kVectors; ++j) k_sum[j] = q_sum[j] = zero();
+  for (std::int64_t r = 0; r < token.key_dim; ++r) {
+    const auto from = row_of(source, r);
+    auto to = row_of(destination, r);
+    const Vec row_factor = set1(token.k[r]);
+    const Vec k_row = set1(after.k[r]), q_row = set1(after.q[r]);
+    ask_for(ahead, bytes_ahead(kVectors * kLanes));
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; j += 2) {
+      const std::int64_t c = j * kLanes;
+      const Vec first = fma(row_factor, load(u + c), mul(decay, load_columns(from, c)));
+      const Vec second = fma(row_factor, load(u + c + kLanes), mul(decay, load_columns(from, c + kLanes)));
+      store_two_columns(to, c, first, second);
+      k_sum[j] = fma(first, k_row, k_sum[j]);
+      q_sum[j] = fma(first, q_row, q_sum[j]);
+      k_sum[j + 1] = fma(second, k_row, k_sum[j + 1]);
+      q_sum[j + 1] = fma(second, q_row, q_sum[j + 1]);
+    }
+  }
+  put_sums(k_sum, q_sum, sums);
+  *token.next = ahead;
+}
+
 struct KFirst {};
 
+template <class Layout>
+constexpr bool kIsKFirst = false;
+template <>
+constexpr bool kIsKFirst<KFirst> = true;
+
+// after: the token that reads what this one leaves in the destination; null: none does.
 template <class Source, class Destination>
-void step(KFirst, const Token& token, Source source, Destination destination) {
-  alignas(kScratchAlignment) float km[kMaxHeadDim], qm[kMaxHeadDim], u[kMaxHeadDim];
+void step(KFirst, const Token& token, const Token* after, Source source, Destination destination, Sums& sums) {
+  alignas(kScratchAlignment) float u[kMaxHeadDim];
   const std::int64_t width = token.v_end - token.v_begin;
-  if constexpr (kIsAbsent<Source>) {
-    fill_zero(km, width);
-    fill_zero(qm, width);
-  } else {
-    accumulate(source, token, width, km, qm);
+  if (!sums.are_ready) {
+    if constexpr (kIsAbsent<Source>) {
+      fill_zero(sums.km, width);
+      fill_zero(sums.qm, width);
+    } else {
+      accumulate(source, token, width, sums.km, sums.qm);
+    }
   }
-  finish_columns(token, 0, width, km, qm, u);
+  finish_columns(token, 0, width, sums.km, sums.qm, u);
+  sums.are_ready = false;
   if constexpr (!kIsAbsent<Destination>) {
+    if (after != nullptr && width == kStripVectors * kLanes) {
+      return update_and_accumulate(source, destination, token, *after, u, sums);
+    }
     update(source, destination, token.k, token.decay, token.key_dim, width, u, *token.next);
   }
 }

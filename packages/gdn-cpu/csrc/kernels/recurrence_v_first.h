@@ -93,8 +93,9 @@ void multiply(Source tile, const Token& token, std::int64_t count, float* km, fl
 struct VFirst {};
 
 template <class Source, class Destination>
-void step(VFirst, const Token& token, Source source, Destination destination) {
-  alignas(kScratchAlignment) float km[kMaxHeadDim], qm[kMaxHeadDim], u[kMaxHeadDim];
+void step(VFirst, const Token& token, const Token*, Source source, Destination destination, Sums& sums) {
+  alignas(kScratchAlignment) float u[kMaxHeadDim];
+  float *km = sums.km, *qm = sums.qm;
   const std::int64_t rows = token.v_end - token.v_begin;
   const std::int64_t group = group_elements(token.is_resident) / padded_row(token.key_dim);
   for (std::int64_t row = 0; row < rows; row += group) {

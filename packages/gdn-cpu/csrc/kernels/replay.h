@@ -62,6 +62,13 @@ void prefetch_records(const RecurrenceParams& p, std::int64_t sequence, std::int
   }
 }
 
+// One record on vectors of one row, in registers.
+template <int kVectors>
+GDN_INLINE void replay_row(Vec (&x)[kVectors], float decay, float row_factor, const float* factors) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kVectors; ++j) x[j] = fma(set1(row_factor), load(factors + j * kLanes), mul(set1(decay), x[j]));
+}
+
 // row_factors and column_factors of record i start at i * kMaxHeadDim.
 template <int kVectors, class Source, class Destination>
 GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destination destination,
@@ -78,11 +85,8 @@ GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destinat
       x[j] = kVectors > 1 || n >= kLanes ? load_columns(from, c) : load_columns(from, c, n);
     }
     for (std::int64_t i = 0; i < records.count; ++i) {
-      const Vec row_factor = set1(row_factors[i * kMaxHeadDim + r]);
-      const Vec decay = set1(records.decay[i]);
-      const float* factors = column_factors + i * kMaxHeadDim + column;
-#pragma GCC unroll 8
-      for (int j = 0; j < kVectors; ++j) x[j] = fma(row_factor, load(factors + j * kLanes), mul(decay, x[j]));
+      replay_row<kVectors>(x, records.decay[i], row_factors[i * kMaxHeadDim + r],
+                           column_factors + i * kMaxHeadDim + column);
     }
     const auto to = row_of(destination, r);
 #pragma GCC unroll 8
@@ -96,6 +100,37 @@ GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destinat
     }
   }
   next = ahead;
+}
+
+// Of a [K, V] tile that one strip covers, with the sums of the token that reads the state next.
+template <class Source>
+void replay_and_accumulate(const RecordBlock& records, Source source, Tile<float> destination, std::int64_t column,
+                           const Token& after, Sums& sums) {
+  NextState ahead = *after.next;
+  Vec k_sum[kStripVectors], q_sum[kStripVectors];
+#pragma GCC unroll 8
+  for (int j = 0; j < kStripVectors; ++j) k_sum[j] = q_sum[j] = zero();
+  for (std::int64_t r = 0; r < after.key_dim; ++r) {
+    const auto from = row_of(source, r);
+    ask_for(ahead, bytes_ahead(kStripVectors * kLanes));
+    Vec x[kStripVectors];
+#pragma GCC unroll 8
+    for (int j = 0; j < kStripVectors; ++j) x[j] = load_columns(from, j * kLanes);
+    for (std::int64_t i = 0; i < records.count; ++i) {
+      replay_row<kStripVectors>(x, records.decay[i], records.k[i * kMaxHeadDim + r],
+                                records.u + i * kMaxHeadDim + column);
+    }
+    float* to = row_of(destination, r);
+    const Vec k_row = set1(after.k[r]), q_row = set1(after.q[r]);
+#pragma GCC unroll 8
+    for (int j = 0; j < kStripVectors; ++j) {
+      store(to + j * kLanes, x[j]);
+      k_sum[j] = fma(x[j], k_row, k_sum[j]);
+      q_sum[j] = fma(x[j], q_row, q_sum[j]);
+    }
+  }
+  put_sums(k_sum, q_sum, sums);
+  *after.next = ahead;
 }
 
 template <class Source, class Destination>

@@ -146,6 +146,16 @@ GDN_INLINE void store_column_pair(KeptRow<Slot> row, std::int64_t column, Vec a,
   store_column_pair(row.slot, column, a, b);
 }
 
+template <class Row>
+GDN_INLINE void store_two_columns(Row row, std::int64_t column, Vec a, Vec b) {
+  if constexpr (kStoresPairs<Row>) {
+    store_column_pair(row, column, a, b);
+  } else {
+    store_columns(row, column, a);
+    store_columns(row, column + kLanes, b);
+  }
+}
+
 // Of `bytes` that are read in order: asks for every fourth line a page ahead of them. The processor's own prefetcher
 // stops where a page ends, and starts in the next when it sees that one read.
 GDN_INLINE void ask_page_ahead(const void* p, std::int64_t bytes) {

@@ -28,6 +28,13 @@ struct Token {
   float* record;  // of u, from column v_begin on; null: not recorded
 };
 
+// k M and q M of a tile, in whole vectors.
+struct Sums {
+  alignas(kScratchAlignment) float km[kMaxHeadDim];
+  alignas(kScratchAlignment) float qm[kMaxHeadDim];
+  bool are_ready = false;  // for the next token, by whoever wrote the state that it reads
+};
+
 // u = beta (v - decay k M); km is the product with the k that is not normalised.
 GDN_INLINE Vec token_delta(const Token& token, Vec v, Vec km) {
   return mul(set1(token.beta), fma(set1(-(token.decay * token.k_factor)), km, v));
