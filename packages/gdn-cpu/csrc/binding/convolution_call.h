@@ -8,7 +8,7 @@
 namespace gdn::cpu {
 
 // From about this size on, y would be out of the caches again before anyone reads it.
-inline constexpr std::int64_t kFewestStreamedBytes = 4 << 20;
+inline constexpr std::int64_t kFewestStreamedBytes = 1 << 20;
 
 // None, 'silu' or 'swish'.
 bool is_silu(handle activation);

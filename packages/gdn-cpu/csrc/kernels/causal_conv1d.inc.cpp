@@ -144,9 +144,8 @@ GDN_INLINE void store_out(const ScatteredChannels& at, std::int64_t token, std::
 
 GDN_INLINE void prefetch_pass(const ScatteredChannels&, std::int64_t, std::int64_t) {}
 
-// A number of tokens, as a parameter.
-template <int kCount>
-struct Counted {};
+template <class Channels>
+GDN_INLINE void advance_stream(const Channels&) {}
 
 // Tokens [begin, end) of kVectors vectors of channels from `channel` on, the last of which has n lanes. `local` is the
 // first channel within the call's block. Without a history, x has the inputs before `begin`.
@@ -176,21 +175,29 @@ GDN_INLINE void convolve_vectors(const Channels& channels, const Filter& filter,
       for (int j = 0; j < kWidth - 1; ++j) window[v][j] = window[v][j + 1];
     }
     if (more_passes) prefetch_pass(channels, t + kTokensPerPass, channel);
+    advance_stream(channels);
   };
-  const auto tokens = [&]<int kCount>(std::int64_t t, Counted<kCount>) __attribute__((always_inline)) {
-    Vec y[kCount * kVectors];
-    for (int i = 0; i < kCount; ++i) sums(t + i, y + i * kVectors);
+  // The sums of the next token while the activation of this one waits for its own results.
+  Vec y[kVectors], next[kVectors];
+  const auto finish_token = [&](std::int64_t t) __attribute__((always_inline)) {
     activate_for<kSilu>(channels, y);
-    for (int i = 0; i < kCount; ++i) store_out<kSilu, kVectors>(channels, t + i, channel, y + i * kVectors, n);
+    store_out<kSilu, kVectors>(channels, t, channel, y, n);
+  };
+  const auto finish_and_begin = [&](std::int64_t t) __attribute__((always_inline)) {
+    if (t + 1 < end) sums(t + 1, next);
+    finish_token(t);
+    for (int v = 0; v < kVectors; ++v) y[v] = next[v];
   };
   std::int64_t t = begin;
-  // Of a vector alone, the next operation would wait for the one before it. Two pairs: a window of four inputs is then
-  // in the registers where it began.
+  sums(t, y);
+  // By fours: a window of four inputs is then in the registers where it began.
   for (; t + 4 <= end; t += 4) {
-    tokens(t, Counted<2>{});
-    tokens(t + 2, Counted<2>{});
+    finish_and_begin(t);
+    finish_and_begin(t + 1);
+    finish_and_begin(t + 2);
+    finish_and_begin(t + 3);
   }
-  for (; t < end; ++t) tokens(t, Counted<1>{});
+  for (; t < end; ++t) finish_and_begin(t);
 }
 
 template <int kWidth, bool kSilu, class Channels>
@@ -223,14 +230,6 @@ __attribute__((noinline)) void convolve_passes(const Channels& channels, const F
 
 // --- the same, to memory instead of the caches ---
 
-// `out` is a copy of the rows of a pass, which stays in the first-level cache.
-template <class T>
-struct StagedChannels : PackedChannels<T> {};
-template <class T>
-GDN_INLINE void prefetch_pass(const StagedChannels<T>& at, std::int64_t token, std::int64_t channel) {
-  __builtin_prefetch(at.x + token * at.x_token_stride + channel, 0, 2);
-}
-
 // Whether the rows of y start on cache lines, where streamed stores exist.
 template <class T>
 GDN_INLINE bool can_stream(const ConvolutionParams& p, const T* out) {
@@ -242,34 +241,77 @@ GDN_INLINE bool can_stream(const ConvolutionParams& p, const T* out) {
   }
 }
 
+// Rows of y of one pass, on their way from where they were put together to memory.
 template <class T>
-GDN_INLINE void stream_row(T* to, const T* from, std::int64_t n) {
-  constexpr std::int64_t kStep = kCacheLine / static_cast<std::int64_t>(sizeof(T));
-  std::int64_t i = 0;
-  if constexpr (requires { stream_line(to, from); }) {
-    for (; i + kStep <= n; i += kStep) stream_line(to + i, from + i);
+struct RowStream {
+  const T* from;
+  T* to;
+  std::int64_t to_stride;
+  std::int64_t row_size;
+  std::int64_t column;  // of the first row, that comes next
+  std::int64_t rows_left;
+};
+
+// A line, or what is left of a row.
+template <class T>
+GDN_INLINE void advance(RowStream<T>& stream) {
+  constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(T));
+  if (stream.rows_left == 0) return;
+  T* const to = stream.to + stream.column;
+  const T* const from = stream.from + stream.column;
+  const std::int64_t left = stream.row_size - stream.column;
+  if (left >= kLine) {
+    if constexpr (requires { stream_line(to, from); }) stream_line(to, from);
+    stream.column += kLine;
+    if (left > kLine) return;
+  } else {
+    std::memcpy(to, from, static_cast<std::size_t>(left) * sizeof(T));
   }
-  std::memcpy(to + i, from + i, static_cast<std::size_t>(n - i) * sizeof(T));
+  stream.from += kConvolutionChannels;
+  stream.to += stream.to_stride;
+  stream.column = 0;
+  --stream.rows_left;
 }
 
-// Tokens [begin, end). Line by line from as many rows as a pass has, streaming would be slower than ordinary stores:
-// the rows of a pass are put together first, and then streamed one after the other.
+// `out` is a copy of the rows of a pass, which stays in the first-level cache. `stream` has those of the pass before.
+template <class T>
+struct StagedChannels : PackedChannels<T> {
+  RowStream<T>* stream;
+};
+template <class T>
+GDN_INLINE void prefetch_pass(const StagedChannels<T>& at, std::int64_t token, std::int64_t channel) {
+  __builtin_prefetch(at.x + token * at.x_token_stride + channel, 0, 2);
+}
+template <class T>
+GDN_INLINE void advance_stream(const StagedChannels<T>& at) {
+  advance(*at.stream);
+}
+
+// Tokens [begin, end). Line by line from as many rows as a pass has, streaming would be slower than ordinary stores, and
+// a pass at once would hold up the next: the rows of a pass are put together first, and go to memory one after the
+// other while the next pass is computed.
 template <int kWidth, bool kSilu, class T>
 __attribute__((noinline)) void convolve_streamed(const PackedChannels<T>& channels, const Filter& filter,
                                                  const History* history, std::int64_t begin, std::int64_t end,
                                                  std::int64_t channel_begin, std::int64_t channel_end) {
-  alignas(kCacheLine) T rows[kTokensPerPass * kConvolutionChannels];
+  alignas(kCacheLine) T rows[2][kTokensPerPass * kConvolutionChannels];
   const std::int64_t n = channel_end - channel_begin;
+  RowStream<T> stream{};
+  const auto finish_stream = [&] {
+    while (stream.rows_left != 0) advance(stream);
+  };
+  T* staging = rows[0];
   for (std::int64_t t = begin; t < end; t += kTokensPerPass) {
     const std::int64_t count = min_of(kTokensPerPass, end - t);
     const T* x = channels.x + t * channels.x_token_stride + channel_begin;
-    const StagedChannels<T> staged{{x, rows, channels.x_token_stride, kConvolutionChannels}};
+    const StagedChannels<T> staged{{x, staging, channels.x_token_stride, kConvolutionChannels}, &stream};
     convolve_channels<kWidth, kSilu>(staged, filter, t == begin ? history : nullptr, 0, count, 0, n, t + count < end);
-    for (std::int64_t i = 0; i < count; ++i) {
-      stream_row(channels.out + (t + i) * channels.out_token_stride + channel_begin, rows + i * kConvolutionChannels,
-                 n);
-    }
+    finish_stream();
+    T* const out = channels.out + t * channels.out_token_stride + channel_begin;
+    stream = {staging, out, channels.out_token_stride, n, 0, count};
+    staging = staging == rows[0] ? rows[1] : rows[0];
   }
+  finish_stream();
   stream_fence();
 }
 
