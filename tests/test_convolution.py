@@ -343,6 +343,52 @@ def test_guards_of_columns_side_by_side(impl: Implementation, C: int, W: int) ->
         assert same_bits(pool[::2], before[::2])
 
 
+@pytest.mark.parametrize("W", WIDTHS)
+@pytest.mark.parametrize("C", [5, 32, 37, 600])
+@pytest.mark.parametrize("most", [1, 2, 5, 16])
+def test_drafts_on_columns_side_by_side(native_impl: Implementation, most: int, C: int, W: int) -> None:
+    """The same bits as on columns apart; columns beyond the row's own and the slots beside it are left alone."""
+    lengths = [most, 1, max(1, most - 1)]
+    accepted = torch.tensor([most, 1, 0], dtype=torch.int32)
+    slots = torch.tensor([3, 1, 5], dtype=torch.int32)
+    for dtype in FLOATS:
+        weight, bias = weights(C, W, dtype)
+        rng = inputs.generator(most)
+        pool, x = normal((7, C, W + most - 2), rng, dtype), normal((sum(lengths), C), rng, dtype)
+        before, apart = pool.clone(), channel_fastest(pool)
+        y, wanted = (
+            gdn_core.causal_conv1d_update(
+                x, states, weight, bias, "silu", conv_state_indices=slots, num_accepted_tokens=accepted,
+                query_start_loc=inputs.offsets(lengths),
+            )
+            for states in (pool, apart)
+        )  # fmt: skip
+        assert same_bits(y, wanted)
+        for slot, length in zip(slots.tolist(), lengths, strict=True):
+            kept = W - 2 + length
+            assert same_bits(pool[slot, :, :kept], apart[slot, :, :kept])
+            assert same_bits(pool[slot, :, kept:], before[slot, :, kept:])
+        assert same_bits(pool[::2], before[::2])
+
+
+@pytest.mark.parametrize("W", WIDTHS)
+@pytest.mark.parametrize("C", [5, 32, 37, 600])
+def test_a_row_alone_is_as_among_others(native_impl: Implementation, C: int, W: int) -> None:
+    """Whatever the dtype and the layout of the filter."""
+    for dtype in FLOATS:
+        weight, bias = weights(C, W, dtype)
+        rng = inputs.generator(5)
+        x, history = normal((3, C), rng, dtype), channel_fastest(normal((3, C, W - 1), rng, dtype))
+        filters = [(weight, bias), (weight, None), (weight.float(), bias), (weight.mT.contiguous().mT, bias)]
+        for taps, offset in filters:
+            together, alone = history.clone(), history.clone()
+            y = gdn_core.causal_conv1d_update(x, together, taps, offset, "silu")
+            for n in range(3):
+                row = gdn_core.causal_conv1d_update(x[n : n + 1], alone[n : n + 1], taps, offset, "silu")
+                assert same_bits(row[0], y[n])
+            assert same_bits(alone, together)
+
+
 # --- how the work is shared out ---------------------------------------------------------------------------------------
 
 
@@ -365,12 +411,12 @@ def test_threads_and_companions_change_nothing(native_impl: Implementation, thre
 
 @pytest.mark.parametrize(("dtype", "C", "pitch"), [(torch.bfloat16, 2112, 2112), (torch.float32, 1033, 1040)])
 def test_outputs_too_large_for_the_caches(native_impl: Implementation, dtype: torch.dtype, C: int, pitch: int) -> None:
-    """Streamed past them from 4 MiB on; rows may end within a cache line."""
+    """Streamed past them from 1 MiB on; rows may end within a cache line."""
     weight, bias = weights(C, 4, dtype)
     x = channel_fastest(normal((1, C, 1019), inputs.generator(0), dtype))
     memory = torch.full((1, 1019, pitch), 7.0, dtype=dtype)
     y = memory.mT[:, :C]
-    assert y.nbytes >= 4 << 20
+    assert y.nbytes >= 1 << 20
     gdn_core.causal_conv1d_fn(x, weight, bias, activation="silu", out=y)
     for first, last in ((0, 500), (500, 1019)):
         before = max(first - 3, 0)

@@ -13,6 +13,7 @@
 // Bound by arithmetic, that of SiLU, while x and y fit the caches; by memory beyond.
 #include "convolution_state.h"
 #include "kernels.h"
+#include "simd/columns.h"
 #include "vector_math.h"
 
 namespace gdn::cpu::GDN_ISA {
@@ -410,6 +411,7 @@ void store_states(const ConvolutionParams& p, const ConvolutionRow& row, std::in
 // --- a few tokens, on a state of the same dtype ---
 
 constexpr std::int64_t kMaxStepTokens = 16;
+constexpr std::int64_t kMaxStepColumns = kMaxStepTokens + kMaxConvolutionWidth - 2;
 
 // What decode is made of: without copies of the history, all operands read once. Channels lie side by side in x and y.
 template <int kWidth, class T>
@@ -426,24 +428,37 @@ struct Step {
   std::int64_t dropped;  // of the history and x one after the other: column 0 becomes the one after these
 };
 
-bool is_step(const ConvolutionParams& p, const ConvolutionRow& row) {
-  const std::int64_t tokens = row.end - row.begin;
-  const bool is_short = tokens > 0 && tokens <= kMaxStepTokens && !row.is_padding && row.final_slot < 0;
-  const bool in_place = row.source >= 0 && row.source == row.destination && p.source.data == p.destination.data;
+// Which loop a row takes.
+enum class StepKind {
+  kNone,
+  kToken,        // one token, channels of the state side by side
+  kTokens,       // several
+  kInterleaved,  // one token, columns side by side, no more of them than the history
+  kSideBySide,   // columns side by side
+};
+
+// What the rows of a call have in common: of each layout of states, the first kind.
+StepKind step_layout(const ConvolutionParams& p) {
   const bool keeps_history = p.update == ConvolutionUpdate::kRollback ||
                              (p.update == ConvolutionUpdate::kShift && p.num_columns == p.width - 1);
-  const bool packed = p.x.head_stride == 1 && p.out.head_stride == 1;
-  return is_short && in_place && keeps_history && packed && p.x.dtype == p.out.dtype &&
-         p.x.dtype == p.destination.dtype;
+  const bool is_packed = p.x.head_stride == 1 && p.out.head_stride == 1;
+  const bool is_alike = p.x.dtype == p.out.dtype && p.x.dtype == p.destination.dtype;
+  if (!keeps_history || !is_packed || !is_alike || p.source.data != p.destination.data) return StepKind::kNone;
+  if (p.destination.channel_stride == 1) return StepKind::kToken;
+  const bool is_side_by_side = p.destination.column_stride == 1 && p.destination.channel_stride == p.num_columns;
+  if (!is_side_by_side || p.num_columns > kMaxStepColumns) return StepKind::kNone;
+  return p.num_columns == p.width - 1 ? StepKind::kInterleaved : StepKind::kSideBySide;
 }
 
-// Whether the columns of one channel after the other lie side by side, and nothing else, for a row of one token.
-bool is_interleaved_step(const ConvolutionParams& p, const ConvolutionRow& row) {
-  return p.destination.column_stride == 1 && p.destination.channel_stride == p.width - 1 &&
-         p.num_columns == p.width - 1 && row.end - row.begin == 1 && is_step(p, row);
-}
-bool is_packed_step(const ConvolutionParams& p, const ConvolutionRow& row) {
-  return p.destination.channel_stride == 1 && is_step(p, row);
+StepKind step_kind(StepKind layout, const ConvolutionRow& row) {
+  const std::int64_t tokens = row.end - row.begin;
+  const bool in_place = row.source >= 0 && row.source == row.destination;
+  if (row.is_padding || row.final_slot >= 0 || !in_place || tokens < 1 || tokens > kMaxStepTokens) {
+    return StepKind::kNone;
+  }
+  if (tokens == 1) return layout;
+  if (layout == StepKind::kToken) return StepKind::kTokens;
+  return layout == StepKind::kInterleaved ? StepKind::kSideBySide : layout;
 }
 
 template <int kWidth, class T>
@@ -464,8 +479,9 @@ GDN_INLINE Step<kWidth, T> step_of(const ConvolutionParams& p, const Convolution
 }
 
 // The row after this one lies somewhere else in the pool: the processor would see it coming only when it is read.
-template <int kWidth, class T>
+template <StepKind kKind, int kWidth, class T>
 GDN_INLINE void prefetch_step(const Step<kWidth, T>& next, std::int64_t channel) {
+  if constexpr (kKind == StepKind::kInterleaved) return;
   __builtin_prefetch(next.x + channel, 0, 2);
   for (int j = 0; j < kWidth - 1; ++j) __builtin_prefetch(next.history[j] + channel, 0, 2);
   __builtin_prefetch(next.out + channel, 0, 2);
@@ -479,6 +495,16 @@ GDN_INLINE void copy_channels(T* to, const T* from, std::int64_t n) {
   std::memcpy(to, moved, bytes);
 }
 
+// The first n values of them.
+template <int kVectors, class T>
+GDN_INLINE void load_vectors(const T* from, Vec (&x)[kVectors], std::int64_t n) {
+  if constexpr (kVectors == 2 && requires { load_pair(from, x); }) {
+    load_pair(from, x);
+  } else {
+    for (int v = 0; v < kVectors; ++v) x[v] = load_up_to(from + v * kLanes, n - v * kLanes);
+  }
+}
+
 template <bool kSilu, int kVectors, class T>
 GDN_INLINE void store_step(T* to, const Vec (&y)[kVectors], std::int64_t n) {
   if constexpr (kVectors == 2) {
@@ -488,19 +514,35 @@ GDN_INLINE void store_step(T* to, const Vec (&y)[kVectors], std::int64_t n) {
   }
 }
 
+// The filter of kVectors vectors of channels.
+template <int kWidth, int kVectors>
+struct Taps {
+  Vec tap[kWidth][kVectors];
+  Vec bias[kVectors];
+};
+
+template <int kWidth, int kVectors>
+GDN_INLINE Taps<kWidth, kVectors> taps_at(const Filter& filter, std::int64_t local) {
+  Taps<kWidth, kVectors> taps;
+  for (int v = 0; v < kVectors; ++v) {
+    for (int j = 0; j < kWidth; ++j) taps.tap[j][v] = load(filter.tap[j] + local + v * kLanes);
+    taps.bias[v] = load(filter.bias + local + v * kLanes);
+  }
+  return taps;
+}
+
 // One token. All is read before anything is written: columns are often a multiple of 4 KiB apart, and a load from such
 // a distance waits for the store.
 template <int kWidth, bool kSilu, int kVectors, class T>
-GDN_INLINE void step_token(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel, std::int64_t local,
+GDN_INLINE void step_token(const Step<kWidth, T>& step, const Taps<kWidth, kVectors>& taps, std::int64_t channel,
                            std::int64_t n) {
   Vec y[kVectors];
-  for (int v = 0; v < kVectors; ++v) y[v] = load(filter.bias + local + v * kLanes);
+  for (int v = 0; v < kVectors; ++v) y[v] = taps.bias[v];
   for (int j = 0; j < kWidth; ++j) {
-    const T* input = j < kWidth - 1 ? step.history[j] : step.x;
-    for (int v = 0; v < kVectors; ++v) {
-      const std::int64_t c = v * kLanes;
-      y[v] = fma(load_up_to(input + channel + c, n - c), load(filter.tap[j] + local + c), y[v]);
-    }
+    const T* input = (j < kWidth - 1 ? step.history[j] : step.x) + channel;
+    Vec x[kVectors];
+    load_vectors(input, x, n);
+    for (int v = 0; v < kVectors; ++v) y[v] = fma(x[v], taps.tap[j][v], y[v]);
   }
   const std::size_t bytes = static_cast<std::size_t>(min_of(n, kVectors * kLanes)) * sizeof(T);
   T moved[kWidth - 1][kVectors * kLanes];
@@ -570,13 +612,11 @@ GDN_INLINE void step_interleaved(const Step<kWidth, T>& step, const Filter& filt
   store_step<kSilu>(step.out + channel, y, n);
 }
 
-enum class StepKind { kToken, kTokens, kInterleaved };
-
 template <StepKind kKind, int kWidth, bool kSilu, int kVectors, class T>
 GDN_INLINE void step_vectors(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel,
                              std::int64_t local, std::int64_t n) {
   if constexpr (kKind == StepKind::kToken) {
-    step_token<kWidth, kSilu, kVectors>(step, filter, channel, local, n);
+    step_token<kWidth, kSilu>(step, taps_at<kWidth, kVectors>(filter, local), channel, n);
   } else if constexpr (kKind == StepKind::kTokens) {
     step_tokens<kWidth, kSilu, kVectors>(step, filter, channel, local, n);
   } else {
@@ -584,57 +624,98 @@ GDN_INLINE void step_vectors(const Step<kWidth, T>& step, const Filter& filter, 
   }
 }
 
-// `next` is null, or another such row.
+// `num_rows` rows that all take this loop.
 template <StepKind kKind, int kWidth, bool kSilu, class T>
-__attribute__((noinline)) void step_row(const Step<kWidth, T>& step, const Step<kWidth, T>* next, const Filter& filter,
-                                        std::int64_t channel_begin, std::int64_t channel_end) {
+__attribute__((noinline)) void step_rows(const ConvolutionParams& p, const ConvolutionPiece* pieces,
+                                         std::int64_t num_rows, const T* x, T* out, const Filter& filter,
+                                         std::int64_t channel_begin, std::int64_t channel_end) {
   constexpr std::int64_t kStep = 2 * kLanes;
-  std::int64_t channel = channel_begin;
-  for (; channel + kStep <= channel_end; channel += kStep) {
-    if (next != nullptr) prefetch_step(*next, channel);
-    step_vectors<kKind, kWidth, kSilu, 2>(step, filter, channel, channel - channel_begin, kStep);
-  }
-  for (; channel < channel_end; channel += kLanes) {
-    step_vectors<kKind, kWidth, kSilu, 1>(step, filter, channel, channel - channel_begin, channel_end - channel);
+  Step<kWidth, T> next = step_of<kWidth>(p, *pieces[0].row, x, out);
+  for (std::int64_t i = 0; i < num_rows; ++i) {
+    const Step<kWidth, T> step = next;
+    const bool has_next = i + 1 < num_rows;
+    if (has_next) next = step_of<kWidth>(p, *pieces[i + 1].row, x, out);
+    std::int64_t channel = channel_begin;
+    for (; channel + kStep <= channel_end; channel += kStep) {
+      if (has_next) prefetch_step<kKind>(next, channel);
+      step_vectors<kKind, kWidth, kSilu, 2>(step, filter, channel, channel - channel_begin, kStep);
+    }
+    for (; channel < channel_end; channel += kLanes) {
+      step_vectors<kKind, kWidth, kSilu, 1>(step, filter, channel, channel - channel_begin, channel_end - channel);
+    }
   }
 }
 
-// Whether the row was one of these.
+// Rows on states whose columns lie side by side: on a copy with the columns apart.
+template <int kWidth, bool kSilu, class T>
+__attribute__((noinline)) void step_rows_apart(const ConvolutionParams& p, const ConvolutionPiece* pieces,
+                                               std::int64_t num_rows, const T* x, T* out, const Filter& filter,
+                                               std::int64_t channel_begin, std::int64_t channel_end) {
+  alignas(kScratchAlignment) T columns[kMaxStepColumns * kConvolutionChannels];
+  constexpr std::int64_t kStep = 2 * kLanes;
+  const std::int64_t n = channel_end - channel_begin;
+  for (std::int64_t i = 0; i < num_rows; ++i) {
+    const ConvolutionRow& row = *pieces[i].row;
+    Step<kWidth, T> step = step_of<kWidth>(p, row, x + channel_begin, out + channel_begin);
+    T* const state = step.columns + channel_begin * p.num_columns;
+    split_columns(columns, kConvolutionChannels, state, p.num_columns, n);
+    step.columns = columns;
+    step.column_stride = kConvolutionChannels;
+    for (int j = 0; j < kWidth - 1; ++j) step.history[j] = columns + (row.first_column + j) * kConvolutionChannels;
+    std::int64_t channel = 0;
+    for (; channel + kStep <= n; channel += kStep) {
+      step_tokens<kWidth, kSilu, 2>(step, filter, channel, channel, kStep);
+    }
+    for (; channel < n; channel += kLanes) step_tokens<kWidth, kSilu, 1>(step, filter, channel, channel, n - channel);
+    join_columns(state, columns, kConvolutionChannels, p.num_columns, n);
+  }
+}
+
+// How many of the pieces, from the first on, take the loop of the first one.
+std::int64_t count_alike(StepKind layout, StepKind kind, const ConvolutionPiece* pieces, std::int64_t num_pieces) {
+  std::int64_t count = 1;
+  while (count < num_pieces && step_kind(layout, *pieces[count].row) == kind) ++count;
+  return count;
+}
+
 template <int kWidth, bool kSilu>
-bool take_step(const ConvolutionParams& p, const ConvolutionRow& row, const ConvolutionRow* next_row,
-               const Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
-  const bool is_interleaved = is_interleaved_step(p, row);
-  if (!is_interleaved && !is_packed_step(p, row)) return false;
-  const bool has_next = next_row != nullptr && !is_interleaved && is_packed_step(p, *next_row);
+void take_steps(const ConvolutionParams& p, StepKind kind, const ConvolutionPiece* pieces, std::int64_t num_rows,
+                const Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
   with_dtype(p.out.dtype, p.out.data, [&]<class T>(T* out) {
-    const T* x = static_cast<const T*>(p.x.data);
-    const Step<kWidth, T> step = step_of<kWidth>(p, row, x, out);
-    const Step<kWidth, T> next = has_next ? step_of<kWidth>(p, *next_row, x, out) : step;
     const auto run = [&]<StepKind kKind>() {
-      step_row<kKind, kWidth, kSilu>(step, has_next ? &next : nullptr, filter, channel_begin, channel_end);
+      step_rows<kKind, kWidth, kSilu>(p, pieces, num_rows, static_cast<const T*>(p.x.data), out, filter, channel_begin,
+                                      channel_end);
     };
-    if (is_interleaved) {
+    if (kind == StepKind::kSideBySide) {
+      step_rows_apart<kWidth, kSilu>(p, pieces, num_rows, static_cast<const T*>(p.x.data), out, filter, channel_begin,
+                                     channel_end);
+    } else if (kind == StepKind::kInterleaved) {
       run.template operator()<StepKind::kInterleaved>();
-    } else if (step.num_tokens == 1) {
+    } else if (kind == StepKind::kToken) {
       run.template operator()<StepKind::kToken>();
     } else {
       run.template operator()<StepKind::kTokens>();
     }
   });
-  return true;
 }
 
 template <int kWidth, bool kSilu>
 void convolve_pieces(const ConvolutionParams& p, const ConvolutionPiece* pieces, std::int64_t num_pieces,
                      const Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
   const std::int64_t n = channel_end - channel_begin;
+  const StepKind layout = step_layout(p);
   History history;
   for (std::int64_t i = 0; i < num_pieces; ++i) {
     const ConvolutionPiece& piece = pieces[i];
     const ConvolutionRow& row = *piece.row;
+    const StepKind kind = step_kind(layout, row);
+    if (kind != StepKind::kNone) {
+      const std::int64_t count = count_alike(layout, kind, pieces + i, num_pieces - i);
+      take_steps<kWidth, kSilu>(p, kind, pieces + i, count, filter, channel_begin, channel_end);
+      i += count - 1;
+      continue;
+    }
     const bool is_first = piece.begin == row.begin;
-    const ConvolutionRow* next_row = i + 1 < num_pieces ? pieces[i + 1].row : nullptr;
-    if (take_step<kWidth, kSilu>(p, row, next_row, filter, channel_begin, channel_end)) continue;
     if (is_first) {
       if (!row.is_padding) load_history(p, row, channel_begin, n, history.input[0], kConvolutionChannels);
       store_states(p, row, channel_begin, n);
@@ -653,27 +734,41 @@ void load_scaled(float* to, const Lanes& from, Vec scale, std::int64_t n) {
   for (std::int64_t i = 0; i < n; i += kLanes) store(to + i, mul(load(to + i), scale));
 }
 
-// [C, kWidth] as a module holds it: the taps of a channel side by side.
+// The taps of kLanes channels of [C, kWidth] as a module holds it: those of a channel side by side.
+template <int kWidth, class T>
+GDN_INLINE void load_taps(const T* weight, Vec scale, Vec (&tap)[kWidth]) {
+  load_interleaved<kWidth>(weight, tap);
+  for (int j = 0; j < kWidth; ++j) {
+    // The low half of a NaN from bfloat16 is empty already.
+    if constexpr (!kIsBFloat16<T>) tap[j] = canonical_nan(tap[j]);
+    tap[j] = mul(tap[j], scale);
+  }
+}
+
 template <int kWidth, class T>
 GDN_INLINE std::int64_t load_interleaved_taps(const T* weight, Vec scale, std::int64_t n, Filter& filter) {
   std::int64_t c = 0;
   for (; c + kLanes <= n; c += kLanes) {
     Vec tap[kWidth];
-    load_interleaved<kWidth>(weight + c * kWidth, tap);
-    for (int j = 0; j < kWidth; ++j) {
-      // The low half of a NaN from bfloat16 is empty already.
-      if constexpr (!kIsBFloat16<T>) tap[j] = canonical_nan(tap[j]);
-      store(filter.tap[j] + c, mul(tap[j], scale));
-    }
+    load_taps<kWidth>(weight + c * kWidth, scale, tap);
+    for (int j = 0; j < kWidth; ++j) store(filter.tap[j] + c, tap[j]);
   }
   return c;
 }
 
+GDN_INLINE Vec filter_scale(const ConvolutionParams& p) {
+  return set1(p.silu && p.out.dtype == DType::kBFloat16 ? kCoarseSiluScale : 1.0f);
+}
+
+GDN_INLINE bool has_interleaved_taps(const ConvolutionParams& p) {
+  return p.weight_tap_stride == 1 && p.weight_channel_stride == p.width;
+}
+
 template <int kWidth>
 void load_filter(const ConvolutionParams& p, std::int64_t channel, std::int64_t n, Filter& filter) {
-  const Vec scale = set1(p.silu && p.out.dtype == DType::kBFloat16 ? kCoarseSiluScale : 1.0f);
+  const Vec scale = filter_scale(p);
   std::int64_t done = 0;
-  if (p.weight_tap_stride == 1 && p.weight_channel_stride == kWidth) {
+  if (has_interleaved_taps(p)) {
     with_dtype(p.weight_dtype, p.weight, [&](auto* weight) {
       done = load_interleaved_taps<kWidth>(weight + channel * kWidth, scale, n, filter);
     });
@@ -689,9 +784,55 @@ void load_filter(const ConvolutionParams& p, std::int64_t channel, std::int64_t 
   }
 }
 
+// --- a single step, for which a filter in memory would not pay ---
+
+// Returns the channel from which on nothing is done.
+template <int kWidth, bool kSilu, class T>
+__attribute__((noinline)) std::int64_t step_one_row(const ConvolutionParams& p, const ConvolutionRow& row, const T* x,
+                                                    T* out, std::int64_t channel, std::int64_t channel_end) {
+  constexpr int kVectors = 2;
+  constexpr std::int64_t kStep = kVectors * kLanes;
+  const Vec scale = filter_scale(p);
+  const T* const weight = static_cast<const T*>(p.weight);
+  const T* const bias = static_cast<const T*>(p.bias.data);
+  const Step<kWidth, T> step = step_of<kWidth>(p, row, x, out);
+  for (; channel + kStep <= channel_end; channel += kStep) {
+    Taps<kWidth, kVectors> taps;
+    for (int v = 0; v < kVectors; ++v) {
+      const std::int64_t c = channel + v * kLanes;
+      Vec tap[kWidth];
+      load_taps<kWidth>(weight + c * kWidth, scale, tap);
+      for (int j = 0; j < kWidth; ++j) taps.tap[j][v] = tap[j];
+      taps.bias[v] = bias != nullptr ? mul(canonical_nan(load(bias + c)), scale) : zero();
+    }
+    step_token<kWidth, kSilu>(step, taps, channel, kStep);
+  }
+  return channel;
+}
+
+template <int kWidth>
+std::int64_t take_one_row(const ConvolutionParams& p, const ConvolutionPiece* pieces, std::int64_t num_pieces,
+                          std::int64_t channel_begin, std::int64_t channel_end) {
+  const bool has_plain_bias = p.bias.data == nullptr || (p.bias.dtype == p.out.dtype && p.bias.stride == 1);
+  const bool has_plain_filter = p.weight_dtype == p.out.dtype && has_interleaved_taps(p) && has_plain_bias;
+  if (num_pieces != 1 || !has_plain_filter) return channel_begin;
+  const StepKind layout = step_layout(p);
+  const ConvolutionRow& row = *pieces[0].row;
+  if (layout != StepKind::kToken || step_kind(layout, row) != StepKind::kToken) return channel_begin;
+  std::int64_t channel = channel_begin;
+  with_dtype(p.out.dtype, p.out.data, [&]<class T>(T* out) {
+    const T* const x = static_cast<const T*>(p.x.data);
+    channel = p.silu ? step_one_row<kWidth, true>(p, row, x, out, channel, channel_end)
+                     : step_one_row<kWidth, false>(p, row, x, out, channel, channel_end);
+  });
+  return channel;
+}
+
 template <int kWidth>
 void convolve_width(const ConvolutionParams& p, const ConvolutionPiece* pieces, std::int64_t num_pieces,
                     std::int64_t channel_begin, std::int64_t channel_end) {
+  channel_begin = take_one_row<kWidth>(p, pieces, num_pieces, channel_begin, channel_end);
+  if (channel_begin == channel_end) return;
   Filter filter;
   load_filter<kWidth>(p, channel_begin, channel_end - channel_begin, filter);
   if (p.silu) {
