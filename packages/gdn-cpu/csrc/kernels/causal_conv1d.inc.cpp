@@ -10,7 +10,8 @@
 // over a few tokens. Where tokens have, a lane is a token. Anything else goes lane by lane. The sum starts from the
 // bias and adds the oldest tap first, by fma, whichever way: the values are the same. A few tokens on a packed state of
 // the same dtype, as in decode, have loops of their own. SiLU that is stored as bfloat16 is computed within 2^-12.6.
-// Bound by arithmetic, that of SiLU, while x and y fit the caches; by memory beyond.
+// Bound by arithmetic, that of SiLU: multiply-adds, multiplications and the reciprocal of a value share the ports of
+// one vector a cycle, 9 of them for width 4. Beyond the caches by memory too, to which y goes past them.
 #include "convolution_state.h"
 #include "kernels.h"
 #include "simd/columns.h"
@@ -288,8 +289,8 @@ GDN_INLINE void advance_stream(const StagedChannels<T>& at) {
   advance(*at.stream);
 }
 
-// Tokens [begin, end). Line by line from as many rows as a pass has, streaming would be slower than ordinary stores, and
-// a pass at once would hold up the next: the rows of a pass are put together first, and go to memory one after the
+// Tokens [begin, end). Line by line from as many rows as a pass has, streaming would be slower than ordinary stores,
+// and a pass at once would hold up the next: the rows of a pass are put together first, and go to memory one after the
 // other while the next pass is computed.
 template <int kWidth, bool kSilu, class T>
 __attribute__((noinline)) void convolve_streamed(const PackedChannels<T>& channels, const Filter& filter,

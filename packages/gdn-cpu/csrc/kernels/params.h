@@ -222,7 +222,7 @@ struct ConvolutionParams {
   ConvolutionStates final_states;  // [rows, C, W-1]
 };
 inline constexpr std::int64_t kMaxConvolutionWidth = 5;
-inline constexpr std::int64_t kConvolutionChannels = 512;  // at most, of one call of the kernel
+inline constexpr std::int64_t kConvolutionChannels = 1024;  // at most, of one call of the kernel
 
 inline constexpr std::int64_t kMaxHeadDim = 256;
 inline constexpr std::int64_t kMaxBlockTokens = 16;

@@ -323,15 +323,19 @@ void run_causal_conv1d(const KernelTable& table, const ConvolutionParams& params
   if (num_tokens * params.num_channels < kFewestElements) num_threads = 1;
   const Indices bounds = group_pieces(pieces);
   const auto num_groups = static_cast<std::int64_t>(bounds.size()) - 1;
-  const std::int64_t blocks = (params.num_channels + kConvolutionChannels - 1) / kConvolutionChannels;
+  const auto blocks_of = [&](std::int64_t channels) { return (params.num_channels + channels - 1) / channels; };
+  // Rows and states are read in runs of a block: the longer, the better, as long as all threads have some.
+  const bool is_plenty = num_groups * blocks_of(kConvolutionChannels) >= 2 * num_threads;
+  const std::int64_t block = is_plenty ? kConvolutionChannels : kConvolutionChannels / 2;
+  const std::int64_t blocks = blocks_of(block);
   // States that one core has just written are slow to reach from another: in decode each keeps its channels.
   const Schedule schedule = longest <= kMostStepTokens ? Schedule::kStatic : Schedule::kDynamic;
   for_each(num_groups * blocks, num_threads, schedule, [&](std::int64_t item) {
     const std::int64_t first = bounds[static_cast<std::size_t>(item / blocks)];
     const std::int64_t last = bounds[static_cast<std::size_t>(item / blocks + 1)];
-    const std::int64_t channel = item % blocks * kConvolutionChannels;
+    const std::int64_t channel = item % blocks * block;
     table.causal_conv1d(params, pieces.data() + first, last - first, channel,
-                        std::min(channel + kConvolutionChannels, params.num_channels));
+                        std::min(channel + block, params.num_channels));
   });
 }
 

@@ -85,8 +85,7 @@ GDN_INLINE Vec load(const Half* p) {
 // Both vectors from one load.
 GDN_INLINE void load_pair(const BFloat16* p, Vec (&x)[2]) {
   const __m512i words = _mm512_loadu_si512(p);
-  const __m512i first =
-      _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
+  const __m512i first = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(16 << 16));
   x[0] = {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, first, words))};
   x[1] = {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, second, words))};

@@ -10,7 +10,7 @@ namespace {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 
-// Words of half precision, 32 channels at a time: a column, or a vector of channels, is put together from vectors in
+// Words of half precision, 32 channels at a time, of 2 to kMostColumns columns: a vector is put together from others in
 // pairs, by one permutation each under a mask.
 constexpr std::int64_t kWords = 32;
 constexpr std::int64_t kMostColumns = 20;
@@ -70,7 +70,7 @@ void split_columns(T* to, std::int64_t to_stride, const T* from, std::int64_t co
   std::int64_t c = 0;
 #if defined(__AVX512BW__)
   if constexpr (sizeof(T) == 2) {
-    for (; count <= kMostColumns && c + kWords <= n; c += kWords) {
+    for (; count > 1 && count <= kMostColumns && c + kWords <= n; c += kWords) {
       split_words(reinterpret_cast<std::uint16_t*>(to + c), to_stride,
                   reinterpret_cast<const std::uint16_t*>(from + c * count), count);
     }
@@ -86,7 +86,7 @@ void join_columns(T* to, const T* from, std::int64_t from_stride, std::int64_t c
   std::int64_t c = 0;
 #if defined(__AVX512BW__)
   if constexpr (sizeof(T) == 2) {
-    for (; count <= kMostColumns && c + kWords <= n; c += kWords) {
+    for (; count > 1 && count <= kMostColumns && c + kWords <= n; c += kWords) {
       join_words(reinterpret_cast<std::uint16_t*>(to + c * count), reinterpret_cast<const std::uint16_t*>(from + c),
                  from_stride, count);
     }
