@@ -74,6 +74,8 @@ void divide_sequence(const ChunkWork& work, std::int64_t sequence, const Divisio
   }
 }
 
+double cost_of(const ChunkChain& chain) { return static_cast<double>(chain.length) * chain.token_cost; }
+
 // The longest sequences by the division of number `finest`, others as coarsely as their length allows.
 ChunkPlan divide(const ChunkWork& work, const std::vector<Division>& all, std::size_t finest) {
   ChunkPlan plan;
@@ -85,10 +87,14 @@ ChunkPlan divide(const ChunkWork& work, const std::vector<Division>& all, std::s
     while (level < finest && largest_cost(work, all[level], work.lengths[n]) > limit) ++level;
     divide_sequence(work, static_cast<std::int64_t>(n), all[level], plan);
   }
-  const auto cost = [](const ChunkChain& chain) { return static_cast<double>(chain.length) * chain.token_cost; };
   std::stable_sort(plan.chains.begin(), plan.chains.end(),
-                   [&](const ChunkChain& left, const ChunkChain& right) { return cost(left) > cost(right); });
+                   [](const ChunkChain& left, const ChunkChain& right) { return cost_of(left) > cost_of(right); });
   return plan;
+}
+
+double total_cost(const ChunkPlan& plan) {
+  return std::accumulate(plan.chains.begin(), plan.chains.end(), 0.0,
+                         [](double sum, const ChunkChain& chain) { return sum + cost_of(chain); });
 }
 
 struct Estimate {
@@ -116,6 +122,8 @@ ChunkPlan plan_chunks(const ChunkWork& work) {
   ChunkPlan best = divide(work, all, 0);
   if (work.threads <= 1 || best.chains.size() >= kPlenty * static_cast<std::size_t>(work.threads)) return best;
   Estimate best_estimate = estimate(best, work.threads);
+  // Smaller pieces are no less work in all: where even that divided evenly is hardly faster, none needs to be tried.
+  if (best_estimate.is_balanced && kWorthwhile * best_estimate.time < total_cost(best) / work.threads) return best;
   for (std::size_t finest = 0; finest < all.size(); ++finest) {
     for (const std::int64_t turn : {std::int64_t{0}, kTurnChunks * kChunkTokens}) {
       ChunkPlan plan = divide(work, all, finest);

@@ -52,20 +52,34 @@ struct ChunkCall {
 
   // --- states ---
 
-  template <class T>
-  void load_head(std::int64_t head, const T* state) const {
-    load_state(params, stored_state(params, state, task.v_begin), columns, work.states[head - task.head_begin]);
+  // Calls body with the head's state in memory, where there is one.
+  template <class Body>
+  bool with_source(std::int64_t head, Body body) const {
+    if (task.carried_in != nullptr) {
+      body(task.carried_in + (head - task.head_begin) * head_size());
+      return true;
+    }
+    const std::int64_t slot = params.source != nullptr ? params.source_slots[task.sequence] : -1;
+    if (slot < 0) return false;
+    const std::int64_t index = slot * params.source_slot_stride + head * head_size();
+    with_dtype(params.state_dtype, params.source, [&](auto data) { body(data + index); });
+    return true;
+  }
+
+  // The same of where it goes.
+  template <class Body>
+  void with_destination(std::int64_t head, Body body) const {
+    if (task.carried_out != nullptr) return body(task.carried_out + (head - task.head_begin) * head_size());
+    const std::int64_t slot = params.destination != nullptr ? params.destination_slots[task.sequence] : -1;
+    if (slot < 0) return;
+    const std::int64_t index = slot * params.destination_slot_stride + head * head_size();
+    with_dtype(params.state_dtype, params.destination, [&](auto data) { body(data + index); });
   }
 
   void load_head(std::int64_t head) const {
-    bool& has_state = work.has_state[head - task.head_begin];
-    has_state = true;
-    if (task.carried_in != nullptr) return load_head(head, task.carried_in + (head - task.head_begin) * head_size());
-    const std::int64_t slot = params.source != nullptr ? params.source_slots[task.sequence] : -1;
-    has_state = slot >= 0;
-    if (!has_state) return;
-    const std::int64_t index = slot * params.source_slot_stride + head * head_size();
-    with_dtype(params.state_dtype, params.source, [&](auto data) { load_head(head, data + index); });
+    work.has_state[head - task.head_begin] = with_source(head, [&](const auto* state) {
+      load_state(params, stored_state(params, state, task.v_begin), columns, work.states[head - task.head_begin]);
+    });
   }
 
   template <class T>
@@ -76,11 +90,30 @@ struct ChunkCall {
   }
 
   void store_head(std::int64_t head) const {
-    if (task.carried_out != nullptr) return store_head(head, task.carried_out + (head - task.head_begin) * head_size());
-    const std::int64_t slot = params.destination != nullptr ? params.destination_slots[task.sequence] : -1;
-    if (slot < 0) return;
-    const std::int64_t index = slot * params.destination_slot_stride + head * head_size();
-    with_dtype(params.state_dtype, params.destination, [&](auto data) { store_head(head, data + index); });
+    with_destination(head, [&](auto* state) { store_head(head, state); });
+  }
+
+  // A head's state in memory where the task has all of it, and so in one piece.
+  template <class T>
+  NextState whole_state(T* state) const {
+    if (columns < params.value_dim) return {};
+    const auto* from = reinterpret_cast<const char*>(state);
+    return {from, from + head_size() * static_cast<std::int64_t>(sizeof(T))};
+  }
+
+  // What is moved next: in the first chunk the state of the head after this one, in the last one this head's own.
+  StatesAhead states_ahead(std::int64_t head, std::int64_t first, std::int64_t count) const {
+    StatesAhead ahead{};
+    if (first == task.token_begin && head + 1 < task.head_end) {
+      with_source(head + 1, [&](const auto* state) { ahead.loaded = whole_state(state); });
+    }
+    if (first + count == task.token_end) {
+      with_destination(head, [&](auto* state) { ahead.stored = whole_state(state); });
+    }
+    const std::int64_t rows = round_up(count, kRowBlock) * ((columns + kPanelColumns - 1) / kPanelColumns);
+    const auto most = head_size() * static_cast<std::int64_t>(sizeof(float));
+    ahead.row_bytes = round_up((most + rows - 1) / rows, kCacheLine);
+    return ahead;
   }
 
   void save_chunk_state(std::int64_t head, std::int64_t first) const {
@@ -135,25 +168,30 @@ struct ChunkCall {
     return {static_cast<const char*>(x.data) + index * size, x.token_stride * size, count * size};
   }
 
-  // What is run after this chunk of this head: the next head, or the next chunk. The panel's columns of v and o, and
-  // with the first panel q and k of another key head.
-  NextRows next_rows(std::int64_t head, std::int64_t first, std::int64_t column, std::int64_t width) const {
-    const bool is_last = head + 1 == task.head_end;
-    const std::int64_t next_head = is_last ? task.head_begin : head + 1;
-    const std::int64_t token = is_last ? first + kTokens : first;
-    NextRows next{};
-    next.count = min_of(kTokens, task.token_end - token);
-    if (next.count <= 0) return next;
-    next.operands[0] = next_operand(params.v, token, next_head, task.v_begin + column, width);
-    next.operands[1] = next_operand(params.out, token, next_head, task.v_begin + column, width);
-    if (column > 0 || !is_first_of_key_head(next_head)) return next;
-    const std::int64_t key_head = key_head_of(params, next_head);
-    next.operands[2] = next_operand(params.q, token, key_head, 0, params.key_dim);
-    next.operands[3] = next_operand(params.k, token, key_head, 0, params.key_dim);
-    return next;
+  // Rows of one head from a token of the sequence on: some columns of v and o, and q and k where it is the first of its
+  // key head.
+  NextRows rows_of(std::int64_t head, std::int64_t token, std::int64_t column, std::int64_t width) const {
+    NextRows rows{};
+    rows.count = min_of(kTokens, task.token_end - token);
+    if (rows.count <= 0) return rows;
+    rows.operands[0] = next_operand(params.v, token, head, task.v_begin + column, width);
+    rows.operands[1] = next_operand(params.out, token, head, task.v_begin + column, width);
+    if (column > 0 || !is_first_of_key_head(head)) return rows;
+    const std::int64_t key_head = key_head_of(params, head);
+    rows.operands[2] = next_operand(params.q, token, key_head, 0, params.key_dim);
+    rows.operands[3] = next_operand(params.k, token, key_head, 0, params.key_dim);
+    return rows;
   }
 
-  void run_segment(std::int64_t head, std::int64_t first, std::int64_t count, const Segment& segment) const {
+  // What is run after this chunk of this head: the next head, or the next chunk. q and k are asked for with the first
+  // panel.
+  NextRows next_rows(std::int64_t head, std::int64_t first, std::int64_t column, std::int64_t width) const {
+    const bool is_last = head + 1 == task.head_end;
+    return rows_of(is_last ? task.head_begin : head + 1, is_last ? first + kTokens : first, column, width);
+  }
+
+  void run_segment(std::int64_t head, std::int64_t first, std::int64_t count, const Segment& segment,
+                   StatesAhead& states) const {
     const HeadState<Engine>& state = work.states[head - task.head_begin];
     bool& has_state = work.has_state[head - task.head_begin];
     if (segment.is_reset) has_state = false;
@@ -172,6 +210,7 @@ struct ChunkCall {
           .chunk = work.chunk,
           .segment = segment,
           .next = next,
+          .states = states,
           .keys = keys,
           .chunk_rows = round_up(count, kRowBlock),
           .v_index = element_index(params.v, row.batch, token, head) + task.v_begin + column,
@@ -197,26 +236,34 @@ struct ChunkCall {
 
   void run_chunk(std::int64_t head, std::int64_t first, std::int64_t count) const {
     load_chunk_gates(params, row, head, first, count, work.chunk);
+    StatesAhead states = states_ahead(head, first, count);
     for (std::int64_t begin = 0; begin < count;) {
       const Segment segment = next_segment(work.chunk, begin, count);
-      run_segment(head, first, count, segment);
+      run_segment(head, first, count, segment, states);
       begin = segment.end;
     }
   }
 
-  void run() const {
-    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) load_head(head);
-    for (std::int64_t first = task.token_begin; first < task.token_end; first += kTokens) {
-      const std::int64_t count = min_of(kTokens, task.token_end - first);
-      for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
-        if (is_first_of_key_head(head)) {
-          load_key_operands(params, row, key_head_of(params, head), first, count, work.key);
-        }
-        save_chunk_state(head, first);
-        run_chunk(head, first, count);
+  void run_head(std::int64_t head, std::int64_t first, std::int64_t count) const {
+    if (first == task.token_begin) load_head(head);
+    if (count > 0) {
+      if (is_first_of_key_head(head)) {
+        load_key_operands(params, row, key_head_of(params, head), first, count, work.key);
       }
+      save_chunk_state(head, first);
+      run_chunk(head, first, count);
     }
-    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) store_head(head);
+    if (first + count == task.token_end) store_head(head);
+  }
+
+  // A task of no tokens moves its states. The first rows are asked for all at once: nobody has done so.
+  void run() const {
+    prefetch_rows<kTokens>(rows_of(task.head_begin, task.token_begin, 0, columns), 0);
+    for (std::int64_t first = task.token_begin;; first += kTokens) {
+      const std::int64_t count = min_of(kTokens, task.token_end - first);
+      for (std::int64_t head = task.head_begin; head < task.head_end; ++head) run_head(head, first, count);
+      if (first + count == task.token_end) return;
+    }
   }
 };
 

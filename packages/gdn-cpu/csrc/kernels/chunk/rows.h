@@ -23,6 +23,12 @@ struct NextRows {
   std::int64_t count;
 };
 
+// States in memory that are moved next: that of the next head, and where this head's goes. Each row asks for a part.
+struct StatesAhead {
+  NextState loaded, stored;
+  std::int64_t row_bytes;
+};
+
 // One panel of columns of one head and a segment of a chunk.
 template <class Engine>
 struct PanelTask {
@@ -32,6 +38,7 @@ struct PanelTask {
   const ChunkOperands<Engine>& chunk;
   const Segment& segment;
   const NextRows& next;
+  StatesAhead& states;
   std::int64_t keys;        // padded
   std::int64_t chunk_rows;  // whole blocks
   std::int64_t v_index;     // of the panel's first column in the chunk's first token
@@ -203,6 +210,8 @@ template <class Engine, int kRows, int kVectors>
 GDN_INLINE void delta_tile(const PanelTask<Engine>& task, std::int64_t row, Vec& check) {
   Vec x[kRows][kVectors];
   prefetch_rows<kRows>(task.next, row);
+  ask_for(task.states.loaded, kRows * task.states.row_bytes);
+  ask_for(task.states.stored, kRows * task.states.row_bytes);
   multiply_state(task, task.key.k, row, x);
   start_rows(task, row, x);
   const float* mixing = task.chunk.mixing + row * kTokens;

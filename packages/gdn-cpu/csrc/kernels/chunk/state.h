@@ -196,6 +196,8 @@ void load_state(const RecurrenceParams& p, StoredState<const T> from, std::int64
     using Layout = decltype(layout);
     constexpr int kKeys = Layout::kKeys;
     for (std::int64_t key = 0; key < keys; key += kKeys) {
+      if (!p.state_v_first)
+        ask_page_ahead(from.data + key * p.value_dim, kKeys * p.value_dim * static_cast<std::int64_t>(sizeof(T)));
       for_each_panel(columns, [&](std::int64_t first, auto n) {
         constexpr std::int64_t width = decltype(n)::value * kLanes;
         const HeadState<Engine> panel = panel_of(state, keys, first);
