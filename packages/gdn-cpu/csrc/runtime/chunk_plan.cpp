@@ -25,6 +25,8 @@ constexpr double kAcceptable = 1.2;
 constexpr double kBalanced = 1.15;  // of the busiest thread's work to the mean
 // With so many chains a thread, any order balances.
 constexpr std::size_t kPlenty = 16;
+// With fewer than these, one that is held up holds up the call.
+constexpr std::size_t kSlack = 4;
 
 double token_cost(const ChunkWork& work, std::int64_t head_begin, std::int64_t head_end, std::int64_t columns) {
   const std::int64_t group = work.num_value_heads / work.num_key_heads;
@@ -97,6 +99,19 @@ double total_cost(const ChunkPlan& plan) {
                          [](double sum, const ChunkChain& chain) { return sum + cost_of(chain); });
 }
 
+// The coarsest plan, or the next ones as long as they are no more work.
+ChunkPlan coarsest_plan(const ChunkWork& work, const std::vector<Division>& all) {
+  ChunkPlan plan = divide(work, all, 0);
+  if (work.threads <= 1) return plan;
+  const auto enough = kSlack * static_cast<std::size_t>(work.threads);
+  for (std::size_t finest = 1; finest < all.size() && plan.chains.size() < enough; ++finest) {
+    ChunkPlan finer = divide(work, all, finest);
+    if (total_cost(finer) > total_cost(plan)) break;
+    plan = std::move(finer);
+  }
+  return plan;
+}
+
 struct Estimate {
   double time;  // of the busiest thread
   bool is_balanced;
@@ -119,7 +134,7 @@ bool is_better(const Estimate& candidate, const Estimate& best) {
 ChunkPlan plan_chunks(const ChunkWork& work) {
   const std::vector<Division> all = divisions(work);
   if (work.lengths.empty()) return {};
-  ChunkPlan best = divide(work, all, 0);
+  ChunkPlan best = coarsest_plan(work, all);
   if (work.threads <= 1 || best.chains.size() >= kPlenty * static_cast<std::size_t>(work.threads)) return best;
   Estimate best_estimate = estimate(best, work.threads);
   // Smaller pieces are no less work in all: where even that divided evenly is hardly faster, none needs to be tried.

@@ -4,8 +4,18 @@
 // each other, and nothing else depends on them. Threads take turns of a chain: all its chunks, or a few at a time where
 // whole chains would leave threads idle.
 //
-// With fewer chains than threads some threads have nothing to do. That is the bound of this division: a sequence has as
-// many chains as value heads times tiles of column_step columns, 128 where 16 heads have 128 columns each.
+// With fewer chains than threads some have nothing to do: a sequence has as many chains as value heads times tiles of
+// column_step columns, 128 where 16 heads have 128 columns each, so that with 192 threads the busiest has 1.5 times the
+// mean. What would change that, per chunk and in units of one head and column (chunk_plan.cpp):
+// - Half tiles: 256 chains. A vector of 16 columns costs the same with 8 in it, 46 with its head's and key head's part:
+//   the mean grows to the busiest thread's work, and the call takes a third longer.
+// - What does not depend on the state (q and k as operands, their products, the decays: 30 of those 46), computed for
+//   several chunks at once by whoever is free, and handed to the chains, which keep 16. All is then 16 x 30 + 128 x 16
+//   = 2528 units a chunk, 13.2 for each of 192 threads: the chain is 1.21 times the mean.
+// - The solve out of the chain too, as u = T v - (T k) M: a chain keeps 14.9 and the mean is 14.0, but T k becomes an
+//   operand of products of bf16, which similar keys do not survive, and all threads pay for it.
+// The second would take 2.9 times less for one sequence on more threads than chains. It needs operands of all chunks in
+// flight, 60 KiB a head, which threads leave each other, and waits between them.
 #pragma once
 
 #include <cstdint>
