@@ -10,10 +10,10 @@ namespace {
 
 // Measured, us of the chunk against the recurrence, 32 value heads: with 32 registers 702 against 677 for 14 tokens and
 // 776 against 856 for 16; with 16 registers, where a tile is small, 3286 against 3147 for 63 (AVX2; 14 to 40 tokens are
-// 0.94 to 0.98 times, and more with a value head a key head). On SSE2 whole chunks take 1.08 to 1.14 times as long as the
-// recurrence with one value head a key head, 0.98 to 1.05 with two, 0.91 to 1.02 with four: both are bound by
-// arithmetic, of which chunks have more and share some. Which it is may not depend on that number, since a head's values
-// do not depend on other heads.
+// 0.94 to 0.98 times, and more with a value head a key head). On SSE2 whole chunks take 1.08 to 1.14 times as long as
+// the recurrence with one value head a key head, 0.98 to 1.05 with two, 0.91 to 1.02 with four: both are bound by
+// arithmetic, of which chunks have more and share some. Which it is may not depend on that number, since a head's
+// values do not depend on other heads.
 constexpr std::int64_t kShortest = kRegisters >= 32 ? 16 : kChunkTokens;
 
 }  // namespace
