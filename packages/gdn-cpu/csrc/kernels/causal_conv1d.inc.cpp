@@ -192,6 +192,7 @@ GDN_INLINE void convolve_vectors(const Channels& channels, const Filter& filter,
   };
   std::int64_t t = begin;
   sums(t, y);
+  for (int v = 0; v < kVectors; ++v) next[v] = y[v];  // of a single token, which has no next one
   // By fours: a window of four inputs is then in the registers where it began.
   for (; t + 4 <= end; t += 4) {
     finish_and_begin(t);
