@@ -138,7 +138,7 @@ def verdict(plain: Run, speculative: Run, exact: torch.Tensor | None, dtype: tor
 
 def table(title: str, rows: Sequence[Row]) -> Table:
     """Show what speculation brings on each text."""
-    columns = ("plain, tokens/s", "speculative", "gain", "passes", "steps saved", "drafts right")
+    columns = ("plain,\ntokens/s", "with\ndrafts", "gain", "passes", "steps\nsaved", "drafts\nright")
     result = output.table(title, "threads", "text", *columns, right=("threads", *columns))
     for row in rows:
         (plain, speculative), last = row.speeds, row.speculative[-1]
