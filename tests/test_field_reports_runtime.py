@@ -69,7 +69,9 @@ def test_prefill_calls_nothing_of_torch_a_chunk(impl, op):
             used[dtype, tokens] = {name: count for name, count in names.items() if name.startswith("aten::")}
     assert used[torch.bfloat16, 512]  # outputs are allocated, and so are seen
     assert len({tuple(sorted(counts.items())) for counts in used.values()}) == 1
-    assert all(name.startswith("aten::empty") for name in used[torch.bfloat16, 512]), used[torch.bfloat16, 512]
+    # A torch without the exchange table hands out its tensors by views of them.
+    views = () if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else ("aten::detach", "aten::as_strided")
+    assert all(name.startswith(("aten::empty", *views)) for name in used[torch.bfloat16, 512]), used
 
 
 EVERY_OP = """
