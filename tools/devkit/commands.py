@@ -207,7 +207,7 @@ def sanitize() -> None:
     # The tests of what the contract promises, where their id says that a level of the CPU kernels runs.
     others = [ROOT / "tests" / f"test_{name}.py" for name in ("convolution", "speculative")]
     tests = [*sorted((ROOT / "tests").glob("test_contract_*.py")), *others]
-    check([PYTHON, "-m", "pytest", "-q", "-m", "not slow", "-k", "cpu-", *tests], sanitized)
+    check([PYTHON, "-m", "pytest", "-q", "-m", "not slow", "-k", "cpu-", *SIDE_BY_SIDE, *tests], sanitized)
 
 
 def _compiler_file(name: str) -> str | None:
