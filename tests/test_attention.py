@@ -442,15 +442,19 @@ def test_states_at_chunk_boundaries_can_be_snapshots(impl):
 
 
 @pytest.mark.report("B11", "B15")
-def test_wrong_calls_change_nothing():
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_wrong_calls_change_nothing(backend):
+    gdn_core.use_backend(backend)
     rows = [Row(1, (3,)), Row(4, (9,), False)]
     metadata = cases.metadata_of(rows, "slots")
     batch, held = cases.random_inputs(5, 1), cases.randomized(cases.cache("slots"))
     before = cases.clone(held)
     small = cases.cache("slots", num_slots=8)
 
-    def attention(mixed_qkv=batch.mixed_qkv, a=batch.a, b=batch.b, z=batch.z, held=held, rows=metadata, **options):
-        return gdn_core.gdn_attention(mixed_qkv, a, b, z, LAYER, held, rows, **options)
+    def attention(
+        mixed_qkv=batch.mixed_qkv, a=batch.a, b=batch.b, z=batch.z, layer=LAYER, held=held, rows=metadata, **options
+    ):
+        return gdn_core.gdn_attention(mixed_qkv, a, b, z, layer, held, rows, **options)
 
     replay = cases.metadata_of([Row(2, (1,), is_speculative=True), Row(3, (2,))], "replay")
     long = GDNMetadata.build([0, 5], [[0, 1, 2, 3, 4]], is_speculative=[True])
@@ -467,6 +471,12 @@ def test_wrong_calls_change_nothing():
         (ValueError, "a: expected", {"a": batch.a[1:]}),
         (ValueError, "z: expected", {"z": batch.z[1:]}),
         (TypeError, "z: expected", {"z": None}),
+        (TypeError, "a: expected float32 or bfloat16 or float16", {"a": batch.a.double()}),
+        (TypeError, "b: expected float32 or bfloat16 or float16", {"b": batch.b.double()}),
+        (ValueError, "out: expected elements that do not overlap", {"out": torch.empty(1, HV, V).expand(5, -1, -1)}),
+        (TypeError, "layer: expected a GDNLayerParams or a GatedDeltaNet, got None", {"layer": None}),
+        (TypeError, "cache: expected a GDNStateCache, got None", {"held": None}),
+        (TypeError, "metadata: expected a GDNMetadata, got None", {"rows": None}),
         (ValueError, "out: expected", {"out": torch.empty(5, HV, V + 1)}),
         (IndexError, "metadata.slots: expected slots below 8, got 9", {"held": small}),
         (ValueError, "records", {"rows": replay}),
@@ -479,6 +489,26 @@ def test_wrong_calls_change_nothing():
             attention(**changes)
     check_untouched(held, before, [], "slots")
     assert not small.state.any()
+
+
+@pytest.mark.usefixtures("native_impl")
+@IN_BOTH_FORMS
+def test_what_a_forced_backend_declines_changes_nothing(form):
+    """The convolution could run where the norm after it, or the rule on heads of this size, cannot."""
+    rows = [Row(1, (3,)), Row(4, (9,), False)]
+    batch, held = cases.random_inputs(5, 1), cases.randomized(cases.cache(form))
+    before = cases.clone(held)
+    with pytest.raises(NotImplementedError, match="gdn_attention: the forced backend 'cpu' cannot run this call: z"):
+        replace(batch, z=batch.z.double()).run(LAYER, held, cases.metadata_of(rows, form))
+    check_untouched(held, before, [], form)
+
+    arguments, _ = inputs.attention_arguments([("fresh", 5), ("decode", 1)], 2, 1, 1, 257, 16, replay=form == "replay")
+    held = arguments["cache"]
+    pools = [held.state.clone(), held.conv_states.clone()]
+    with pytest.raises(NotImplementedError, match="K and V: from 1 to 256"):
+        gdn_core.gdn_attention(**arguments)
+    assert same_bits(held.state, pools[0])
+    assert same_bits(held.conv_states, pools[1])
 
 
 def test_more_accepted_than_recorded_changes_nothing():

@@ -223,7 +223,11 @@ def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
 
 
 def run_at_once(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> bool:
-    """Run an op that is made of others where the native CPU backend may and can take it whole; say whether it has."""
+    """Run an op that is made of others where the native CPU backend may and can take it whole; say whether it has.
+
+    Where that backend is forced, what it declines raises here: one of the others might decline it only after those
+    before it have changed a state.
+    """
     if not getattr(like, "is_cpu", False):
         return False
     here = _forced_here.get()
@@ -233,8 +237,10 @@ def run_at_once(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> bool:
         return False
     try:
         kernel(*flat)
-    except NotImplementedError:
-        return False
+    except NotImplementedError as error:
+        if _choice() == _AUTOMATIC:
+            return False
+        raise NotImplementedError(f"{op}: the forced backend 'cpu' cannot run this call: {error}") from error
     if not _inference_mode():
         _mark_written(op, flat)
     _record(op, "cpu")

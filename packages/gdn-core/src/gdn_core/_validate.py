@@ -375,7 +375,7 @@ def _head_vectors(hv: int, A_log: Tensor, dt_bias: Tensor) -> None:
     tensor("dt_bias", dt_bias, [hv])
 
 
-def _gate_inputs(a: Tensor, b: Tensor, shape: Sequence[int], activations: torch.dtype) -> None:
+def gate_inputs(a: Tensor, b: Tensor, shape: Sequence[int], activations: torch.dtype) -> None:
     """Check what the gates of a decode step come from: float64 only where the step computes in float64."""
     dtypes = [dtype for dtype in _FLOATS if dtype != torch.float64 or activations == torch.float64]
     tensor("a", a, shape, dtypes)
@@ -471,7 +471,7 @@ def _check_decode(
 ) -> tuple[int, int, int, int, int]:  # fmt: skip
     _, t, h, key_dim, hv, value_dim = _qkv(q, k, v, 1)
     _head_vectors(hv, A_log, dt_bias)
-    _gate_inputs(a, b, [t, hv], q.dtype)
+    gate_inputs(a, b, [t, hv], q.dtype)
     positive("softplus_beta", softplus_beta)
     _pool(pool_name, pool, hv, key_dim, value_dim, state_v_first)
     writable("out", out, [1, t, hv, value_dim])
@@ -712,7 +712,7 @@ def _check_fused_decode(
     _grouped("output_gate", hv, h)
     not_empty("output_gate", output_gate)
     _head_vectors(hv, A_log, dt_bias)
-    _gate_inputs(a, b, [t, hv], mixed_qkv.dtype)
+    gate_inputs(a, b, [t, hv], mixed_qkv.dtype)
     tensor("norm_weight", norm_weight, [value_dim])
     choice("output_gate_activation", output_gate_activation, _GATE_ACTIVATIONS)
     if not norm_eps >= 0:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._validate import debugging, has_data, same_dtype, tensor, writable
+from .._validate import debugging, gate_inputs, has_data, same_dtype, separate_elements, tensor, writable
 from ..records import ReplayRecords
 from .cache import GDNStateCache
 from .core import Core
@@ -32,6 +32,7 @@ def _inputs_fit(core: Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, 
             and shape[1:] == (core.A_log.shape[0], core.norm_weight.shape[0])
             and out.shape == shape and out.is_contiguous()
             and a.dtype in _FLOATS and b.dtype in _FLOATS and z.dtype in _FLOATS and out.dtype in _FLOATS
+            and (mixed_qkv.dtype is torch.float64 or torch.float64 not in (a.dtype, b.dtype))
             and mixed_qkv.dtype in _FLOATS and (core.records is None or core.records.k.dtype == mixed_qkv.dtype)
             and mixed_qkv.device == a.device == b.device == z.device == out.device == device
         )  # fmt: skip
@@ -45,10 +46,10 @@ def check_inputs(core: Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor,
     heads, value_dim = core.A_log.shape[0], core.head_v_dim
     tensor("mixed_qkv", mixed_qkv, ["T", core.conv_weight.shape[0]])
     tokens = mixed_qkv.shape[0]
-    tensor("a", a, [tokens, heads])
-    tensor("b", b, [tokens, heads])
+    gate_inputs(a, b, [tokens, heads], mixed_qkv.dtype)
     tensor("z", z, [tokens, heads, value_dim])
     writable("out", out, [tokens, heads, value_dim])
+    separate_elements("out", out)
     for name, value in {"mixed_qkv": mixed_qkv, "a": a, "b": b, "z": z, "out": out}.items():
         if value.device != core.state.device:
             raise ValueError(f"{name}: expected device {core.state.device} (of cache.state), got {value.device}")

@@ -66,6 +66,7 @@ def gdn_attention(
         >>> gdn_core.gdn_attention(x, gates, gates, z, layer, cache, metadata).shape
         torch.Size([9, 4, 16])
     """
+    _check_kinds(layer, cache, metadata)
     core = Core(
         layer.conv_weight, layer.conv_bias, layer.A_log, layer.dt_bias, layer.norm_weight, layer.norm_eps,
         layer.num_key_heads, layer.head_k_dim, layer.activation, layer.output_gate_activation, cache.conv_states,
@@ -94,6 +95,15 @@ def gdn_attention(
         check_records_live(cache.records, metadata.groups)
     core.run(mixed_qkv, a, b, z, metadata.groups, out)
     return out
+
+
+def _check_kinds(layer: object, cache: object, metadata: object) -> None:
+    if not hasattr(layer, "conv_weight"):
+        raise TypeError(f"layer: expected a GDNLayerParams or a GatedDeltaNet, got {describe(layer)}")
+    if not isinstance(cache, GDNStateCache):
+        raise TypeError(f"cache: expected a GDNStateCache, got {describe(cache)}")
+    if not isinstance(metadata, GDNMetadata):
+        raise TypeError(f"metadata: expected a GDNMetadata, got {describe(metadata)}")
 
 
 def _state_tensors(core: Core) -> list[Tensor]:
