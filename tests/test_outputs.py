@@ -105,6 +105,37 @@ def test_outputs_of_any_order_of_dimensions(backend: str | None, op: str, name: 
     assert torch.equal(arguments[name], expected[name])
 
 
+def on_top_of(value: Tensor, shape: torch.Size, shift: int) -> tuple[Tensor, Tensor]:
+    """Return a packed copy of `value`, and an output of that shape which begins at the copy's element `shift`."""
+    memory = value.new_zeros(max(value.numel(), shift + shape.numel()))
+    copy = memory[: value.numel()].view(value.shape).copy_(value)
+    return copy, memory[shift : shift + shape.numel()].view(shape)
+
+
+READ = [
+    (op, name)
+    for op in gdn_core.OPS
+    for name in ("q", "k", "v", "mixed_qkv", "output_gate")
+    if "out" in small_call(op) and name in small_call(op)
+]
+
+
+@pytest.mark.parametrize("shift", [0, 5])
+@pytest.mark.parametrize(("op", "name"), READ)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_on_the_memory_of_an_input(backend: str | None, op: str, name: str, shift: int) -> None:
+    """A kernel still reads an input after it has begun to write: the output is nevertheless that of another place."""
+    expected, arguments = small_call(op), small_call(op)
+    arguments[name], arguments["out"] = on_top_of(arguments[name], arguments["out"].shape, shift)
+    with gdn_core.use_backend(backend):
+        call(op, expected)
+        call(op, arguments)
+    assert torch.equal(arguments["out"], expected["out"])
+    for pool in ("initial_state", "initial_state_source", "state"):
+        if pool in expected:
+            assert torch.equal(arguments[pool], expected[pool])
+
+
 @pytest.mark.parametrize(("backend", "op", "name"), [case for case in CASES if case[0] is not None])
 def test_tensors_made_under_inference_mode(backend: str | None, op: str, name: str) -> None:
     """The reference cannot update them outside, and says so first; native backends can."""

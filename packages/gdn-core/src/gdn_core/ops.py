@@ -56,6 +56,27 @@ def _like_in_memory(name: str, model: Tensor) -> Tensor:
     return _empty_like(model)
 
 
+def _beside(out: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return what kernels read while they write ``out``, copied where it lies on the memory of that."""
+    if not isinstance(out, Tensor) or not has_data(out):
+        return inputs
+    begin, end = _span(out)
+    parts = []
+    for x in inputs:
+        is_apart = not isinstance(x, Tensor) or x.device != out.device or _span(x)[1] <= begin or end <= _span(x)[0]
+        parts.append(x if is_apart else x.clone())
+    return tuple(parts)
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Return the addresses of its first byte, and of the one after its last."""
+    begin = x.data_ptr()
+    if not x.numel():
+        return begin, begin
+    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (steps + 1) * x.element_size()
+
+
 def _fused_output(output_gate: Tensor, mixed_qkv: Tensor) -> Tensor:
     """Allocate the output of a fused decode: shaped like the gate, in the dtype of the activations."""
     for name, value in (("output_gate", output_gate), ("mixed_qkv", mixed_qkv)):
@@ -245,6 +266,8 @@ def chunk_gated_delta_rule(
     final_state = _final_state(output_final_state and pool is None, q, v, start, cu_seqlens, state_v_first)
     chunk_states = _chunk_states(q, v, cu_seqlens, cu_seqlens_cpu, state_v_first) if output_chunk_states else None
     o = _like("v", v) if out is None else out
+    if out is not None:
+        q, k, v = _beside(out, q, k, v)
     flat = (
         q, k, v, g, beta, scale, start, pool, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, cu_seqlens, state_indices, has_initial_state, null_slot, o, final_state, chunk_states,
@@ -316,6 +339,8 @@ def fused_recurrent_gated_delta_rule(
     start = initial_state if state_indices is None else None
     final_state = _final_state(output_final_state and pool is None, q, v, start, cu_seqlens, state_v_first)
     o = _like("v", v) if out is None else out
+    if out is not None:
+        q, k, v = _beside(out, q, k, v)
     flat = (
         q, k, v, g, beta, scale, start, pool, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, state_indices, has_initial_state,
@@ -387,6 +412,8 @@ def fused_sigmoid_gating_delta_rule_update(
         (torch.Size([1, 2, 4, 16]), True, False)
     """
     o = _like("v", v) if out is None else out
+    if out is not None:
+        q, k, v = _beside(out, q, k, v)
     flat = (
         A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
@@ -450,6 +477,8 @@ def fused_sigmoid_gating_delta_rule_update_spec(
         [1, 2, 3]
     """
     o = _like("v", v) if out is None else out
+    if out is not None:
+        q, k, v = _beside(out, q, k, v)
     flat = (
         A_log, dt_bias, q, k, v, a, b, initial_state_source, spec_state_indices, num_accepted_tokens, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
@@ -517,6 +546,8 @@ def fused_sigmoid_gating_delta_rule_update_replay(
         3
     """
     o = _like("v", v) if out is None else out
+    if out is not None:
+        q, k, v = _beside(out, q, k, v)
     parts = _record_tensors(records)
     flat = (
         A_log, dt_bias, q, k, v, a, b, state, slot_indices, *parts, num_accepted_tokens, cu_seqlens,
@@ -746,6 +777,8 @@ def fused_gdn_decode_post_conv_mtp(
         torch.Size([2, 4, 16])
     """
     y = _fused_output(output_gate, mixed_qkv) if out is None else out
+    if out is not None:
+        mixed_qkv, output_gate = _beside(out, mixed_qkv, output_gate)
     flat = (
         mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate,
         norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first, null_slot, None,
@@ -804,6 +837,8 @@ def fused_gdn_decode_post_conv_mtp_replay(
         torch.Size([2, 4, 16])
     """
     y = _fused_output(output_gate, mixed_qkv) if out is None else out
+    if out is not None:
+        mixed_qkv, output_gate = _beside(out, mixed_qkv, output_gate)
     parts = _record_tensors(records)
     flat = (
         mixed_qkv, a, b, A_log, dt_bias, slot_indices, *parts, cu_seqlens, num_accepted_tokens,
