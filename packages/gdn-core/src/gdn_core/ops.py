@@ -56,24 +56,30 @@ def _like_in_memory(name: str, model: Tensor) -> Tensor:
     return _empty_like(model)
 
 
-def _beside(out: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+def _beside(out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Return what kernels read while they write ``out``, copied where it lies on the memory of that."""
-    if not isinstance(out, Tensor) or not has_data(out):
+    # A compiler has copies of what is written.
+    if torch.compiler.is_compiling() or not _is_in_memory(out):
         return inputs
     begin, end = _span(out)
-    parts = []
-    for x in inputs:
-        is_apart = not isinstance(x, Tensor) or x.device != out.device or _span(x)[1] <= begin or end <= _span(x)[0]
-        parts.append(x if is_apart else x.clone())
-    return tuple(parts)
+
+    def is_apart(x: Tensor) -> bool:
+        if not _is_in_memory(x) or x.device != out.device:
+            return True
+        x_begin, x_end = _span(x)
+        return x_end <= begin or end <= x_begin
+
+    return tuple(x if is_apart(x) else x.clone() for x in inputs)
+
+
+def _is_in_memory(x: object) -> bool:
+    return isinstance(x, Tensor) and has_data(x) and x.layout is torch.strided and x.numel() > 0
 
 
 def _span(x: Tensor) -> tuple[int, int]:
     """Return the addresses of its first byte, and of the one after its last."""
-    begin = x.data_ptr()
-    if not x.numel():
-        return begin, begin
     steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    begin = x.data_ptr()
     return begin, begin + (steps + 1) * x.element_size()
 
 
