@@ -156,10 +156,9 @@ def _rows(batch: Tensor, name: str, bounds: Tensor | None) -> int:
 
 
 def _final_state(
-    wanted: bool, q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, state_v_first: bool
-) -> Tensor | None:
-    if not wanted:
-        return None
+    q: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, state_v_first: bool
+) -> Tensor:
+    _four_dimensions(q=q, v=v)
     k_dim, (hv, v_dim) = q.shape[-1], v.shape[-2:]
     inner = (hv, v_dim, k_dim) if state_v_first else (hv, k_dim, v_dim)
     if initial_state is not None and not isinstance(initial_state, Tensor):
@@ -190,6 +189,7 @@ def _same_bounds(cu_seqlens: Tensor | None, host: Tensor | None) -> None:
 
 
 def _chunk_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, host: Tensor | None, state_v_first: bool) -> Tensor:
+    _four_dimensions(q=q, v=v)
     if cu_seqlens is None:
         total = q.shape[0] * -(-q.shape[1] // CHUNK)
     else:
@@ -264,13 +264,19 @@ def chunk_gated_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 4, 32]), torch.Size([1, 4, 16, 32]))
     """
-    _unsupported(cp_context=cp_context)
-    _four_dimensions(q=q, v=v)
-    _same_bounds(cu_seqlens, cu_seqlens_cpu)
-    pool = initial_state if state_indices is not None else None
-    start = initial_state if state_indices is None else None
-    final_state = _final_state(output_final_state and pool is None, q, v, start, cu_seqlens, state_v_first)
-    chunk_states = _chunk_states(q, v, cu_seqlens, cu_seqlens_cpu, state_v_first) if output_chunk_states else None
+    # What a plain call does not need is not looked at: after other work, Python's own code has left the caches.
+    if getattr(q, "ndim", 0) != 4 or getattr(v, "ndim", 0) != 4:
+        _four_dimensions(q=q, v=v)
+    if cp_context is not None:
+        _unsupported(cp_context=cp_context)
+    if cu_seqlens_cpu is not None:
+        _same_bounds(cu_seqlens, cu_seqlens_cpu)
+    pool, start = (None, initial_state) if state_indices is None else (initial_state, None)
+    final_state = chunk_states = None
+    if output_final_state and pool is None:
+        final_state = _final_state(q, v, start, cu_seqlens, state_v_first)
+    if output_chunk_states:
+        chunk_states = _chunk_states(q, v, cu_seqlens, cu_seqlens_cpu, state_v_first)
     o = _like("v", v) if out is None else out
     if out is not None:
         q, k, v = _beside(out, q, k, v)
@@ -339,11 +345,14 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([2, 1, 4, 8]), torch.Size([2, 4, 16, 8]))
     """
-    _unsupported(gk=gk, gv=gv)
-    _four_dimensions(q=q, v=v)
-    pool = initial_state if state_indices is not None else None
-    start = initial_state if state_indices is None else None
-    final_state = _final_state(output_final_state and pool is None, q, v, start, cu_seqlens, state_v_first)
+    if getattr(q, "ndim", 0) != 4 or getattr(v, "ndim", 0) != 4:
+        _four_dimensions(q=q, v=v)
+    if gk is not None or gv is not None:
+        _unsupported(gk=gk, gv=gv)
+    pool, start = (None, initial_state) if state_indices is None else (initial_state, None)
+    final_state = None
+    if output_final_state and pool is None:
+        final_state = _final_state(q, v, start, cu_seqlens, state_v_first)
     o = _like("v", v) if out is None else out
     if out is not None:
         q, k, v = _beside(out, q, k, v)
