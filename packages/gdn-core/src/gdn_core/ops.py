@@ -33,6 +33,7 @@ from ._validate import CHUNK, describe, has_data, offsets, tensor
 from .records import ReplayRecords
 
 _empty_like = torch.empty_like
+_PACKED = torch.contiguous_format
 _grad_enabled = torch.is_grad_enabled
 
 _Result2 = tuple[Tensor, Tensor | None]
@@ -44,7 +45,7 @@ def _like(name: str, model: Tensor) -> Tensor:
     try:
         if model.is_contiguous():
             return _empty_like(model)
-        return torch.empty(model.shape, dtype=model.dtype, device=model.device)
+        return _empty_like(model, memory_format=_PACKED)
     except AttributeError:
         raise TypeError(f"{name}: expected a torch.Tensor, got {describe(model)}") from None
 
