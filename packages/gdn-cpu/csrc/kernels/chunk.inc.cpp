@@ -8,13 +8,15 @@
 namespace gdn::cpu::GDN_ISA {
 namespace {
 
-// Measured, us of the chunk against the recurrence, 32 value heads: with 32 registers 702 against 677 for 14 tokens and
-// 776 against 856 for 16; with 16 registers, where a tile is small, 3286 against 3147 for 63 (AVX2; 14 to 40 tokens are
-// 0.94 to 0.98 times, and more with a value head a key head). On SSE2 whole chunks take 1.08 to 1.14 times as long as
-// the recurrence with one value head a key head, 0.98 to 1.05 with two, 0.91 to 1.02 with four: both are bound by
-// arithmetic, of which chunks have more and share some. Which it is may not depend on that number, since a head's
-// values do not depend on other heads.
-constexpr std::int64_t kShortest = kRegisters >= 32 ? 16 : kChunkTokens;
+// Fewer tokens than a whole chunk go token by token: which method it is may depend on a chunk's length alone, since a
+// head's values do not depend on other heads, and with fp32 products that is never the slower one for every number of
+// value heads a key head. Measured, the chunk's time to the recurrence's with 1, 2 and 4 of them, one core of Zen 4:
+//   AVX-512: 16 tokens 1.06, 1.01, 0.98; 32 tokens 1.02, 0.95, 0.92; 63 tokens 1.09, 1.00, 0.94
+//   AVX2: 14 to 40 tokens 0.94 to 0.98 with 2, and more with 1; 63 tokens 1.04 with 2
+// Whole chunks, which share more: AVX-512 64 tokens 1.08, 0.93, 0.93, 1024 tokens 0.81, 0.81, 0.74; AVX2 1.07, 1.00,
+// 0.94 and 0.83, 0.83, 0.81; SSE2 1.15, 1.05, 1.01, and 512 tokens 1.11, 0.95, 0.95: bound by arithmetic, of which
+// chunks have more.
+constexpr std::int64_t kShortest = kChunkTokens;
 
 }  // namespace
 
