@@ -16,17 +16,9 @@ using namespace gdn::cpu;
 
 namespace {
 
-Operand operand(const float* data, std::int64_t head_stride, std::int64_t token_stride) {
-  Operand x;
-  x.data = data;
-  x.dtype = DType::kFloat32;
-  x.token_stride = token_stride;
-  x.head_stride = head_stride;
-  return x;
-}
-
-MutableOperand mutable_operand(float* data, std::int64_t head_stride, std::int64_t token_stride) {
-  MutableOperand x;
+template <class AnyOperand, class T>
+AnyOperand operand(T* data, std::int64_t head_stride, std::int64_t token_stride) {
+  AnyOperand x;
   x.data = data;
   x.dtype = DType::kFloat32;
   x.token_stride = token_stride;
@@ -68,13 +60,13 @@ extern "C" void chunk_rule(int fault, const Call* call) {
   params.key_dim = call->key_dim;
   params.value_dim = call->value_dim;
   params.token_offsets = call->offsets;
-  params.q = operand(call->q, call->key_dim, keys);
-  params.k = operand(call->k, call->key_dim, keys);
-  params.v = operand(call->v, call->value_dim, values);
-  params.out = mutable_operand(call->out, call->value_dim, values);
-  params.gate = operand(call->g, 1, call->value_heads);
+  params.q = operand<Operand>(call->q, call->key_dim, keys);
+  params.k = operand<Operand>(call->k, call->key_dim, keys);
+  params.v = operand<Operand>(call->v, call->value_dim, values);
+  params.out = operand<MutableOperand>(call->out, call->value_dim, values);
+  params.gate = operand<Operand>(call->g, 1, call->value_heads);
   params.gate_kind = Gate::kLogDecay;
-  params.beta = operand(call->beta, 1, call->value_heads);
+  params.beta = operand<Operand>(call->beta, 1, call->value_heads);
   params.beta_kind = Beta::kValue;
   params.scale = 0.2f;
   params.normalize_qk = true;
