@@ -290,6 +290,16 @@ void append_pieces(const ConvolutionRow& row, bool in_place, SmallVector<Convolu
   }
 }
 
+// Bounds of equal runs of rows, as many as there are threads. Where two threads shared rows by their channels, each
+// would fetch ahead beyond its own, into lines that the other has just written. Few rows to a filter would not pay.
+Indices share_rows(std::size_t rows, int num_threads) {
+  constexpr std::size_t kFewestRows = 4;
+  const std::size_t shares = std::clamp<std::size_t>(rows / kFewestRows, 1, static_cast<std::size_t>(num_threads));
+  Indices bounds;
+  for (std::size_t i = 0; i <= shares; ++i) bounds.push_back(static_cast<std::int64_t>(rows * i / shares));
+  return bounds;
+}
+
 // Bounds of runs of pieces that have kTokensPerItem tokens together, or are one piece.
 Indices group_pieces(const SmallVector<ConvolutionPiece>& pieces) {
   Indices bounds;
@@ -321,15 +331,17 @@ void run_causal_conv1d(const KernelTable& table, const ConvolutionParams& params
   // 0.25 ns an element: below this, waking other threads costs more than it gains.
   constexpr std::int64_t kFewestElements = 65536;
   if (num_tokens * params.num_channels < kFewestElements) num_threads = 1;
-  const Indices bounds = group_pieces(pieces);
+  if (pieces.empty()) return;
+  const bool is_decode = longest <= kMostStepTokens;
+  const Indices bounds = is_decode ? share_rows(pieces.size(), num_threads) : group_pieces(pieces);
   const auto num_groups = static_cast<std::int64_t>(bounds.size()) - 1;
   const auto blocks_of = [&](std::int64_t channels) { return (params.num_channels + channels - 1) / channels; };
   // Rows and states are read in runs of a block: the longer, the better, as long as all threads have some.
   const bool is_plenty = num_groups * blocks_of(kConvolutionChannels) >= 2 * num_threads;
   const std::int64_t block = is_plenty ? kConvolutionChannels : kConvolutionChannels / 2;
   const std::int64_t blocks = blocks_of(block);
-  // States that one core has just written are slow to reach from another: in decode each keeps its channels.
-  const Schedule schedule = longest <= kMostStepTokens ? Schedule::kStatic : Schedule::kDynamic;
+  // States that one core has just written are slow to reach from another: in decode each keeps its rows.
+  const Schedule schedule = is_decode ? Schedule::kStatic : Schedule::kDynamic;
   for_each(num_groups * blocks, num_threads, schedule, [&](std::int64_t item) {
     const std::int64_t first = bounds[static_cast<std::size_t>(item / blocks)];
     const std::int64_t last = bounds[static_cast<std::size_t>(item / blocks + 1)];
