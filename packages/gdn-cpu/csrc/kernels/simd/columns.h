@@ -3,6 +3,8 @@
 // Columns that lie side by side, [channel][column], to columns apart, [column][channel], and back. Bits are kept.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace gdn::cpu::GDN_ISA {
@@ -11,9 +13,10 @@ namespace {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 
 // Words of half precision, 32 channels at a time, of 2 to kMostColumns columns: a vector is put together from others in
-// pairs, by one permutation each under a mask.
+// pairs, by one permutation each under a mask. Of few columns the number is a constant, and all vectors are registers.
 constexpr std::int64_t kWords = 32;
 constexpr std::int64_t kMostColumns = 20;
+constexpr std::int64_t kFewColumns = 8;
 
 GDN_INLINE __m512i word_numbers() {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -22,7 +25,8 @@ GDN_INLINE __m512i word_numbers() {
 GDN_INLINE __m512i words_of(std::int64_t x) { return _mm512_set1_epi16(static_cast<short>(x)); }
 
 // from: [32][count], to: [count] rows of 32 that are to_stride apart.
-GDN_INLINE void split_words(std::uint16_t* to, std::int64_t to_stride, const std::uint16_t* from, std::int64_t count) {
+template <class Count>
+GDN_INLINE void split_words(std::uint16_t* to, std::int64_t to_stride, const std::uint16_t* from, Count count) {
   __m512i part[kMostColumns + 1];
   for (std::int64_t i = 0; i < count; ++i) part[i] = _mm512_loadu_si512(from + i * kWords);
   part[count] = _mm512_setzero_si512();
@@ -40,7 +44,8 @@ GDN_INLINE void split_words(std::uint16_t* to, std::int64_t to_stride, const std
 }
 
 // The other way.
-GDN_INLINE void join_words(std::uint16_t* to, const std::uint16_t* from, std::int64_t from_stride, std::int64_t count) {
+template <class Count>
+GDN_INLINE void join_words(std::uint16_t* to, const std::uint16_t* from, std::int64_t from_stride, Count count) {
   __m512i part[kMostColumns + 1];
   for (std::int64_t i = 0; i < count; ++i) part[i] = _mm512_loadu_si512(from + i * from_stride);
   part[count] = _mm512_setzero_si512();
@@ -62,6 +67,18 @@ GDN_INLINE void join_words(std::uint16_t* to, const std::uint16_t* from, std::in
   }
 }
 
+// Calls body with count, as a constant where it is one of few.
+template <std::int64_t kCount = 2, class Body>
+GDN_INLINE void with_count(std::int64_t count, Body body) {
+  if constexpr (kCount > kFewColumns) {
+    body(count);
+  } else if (count == kCount) {
+    body(std::integral_constant<std::int64_t, kCount>{});
+  } else {
+    with_count<kCount + 1>(count, body);
+  }
+}
+
 #endif
 
 // n channels.
@@ -70,9 +87,13 @@ void split_columns(T* to, std::int64_t to_stride, const T* from, std::int64_t co
   std::int64_t c = 0;
 #if defined(__AVX512BW__)
   if constexpr (sizeof(T) == 2) {
-    for (; count > 1 && count <= kMostColumns && c + kWords <= n; c += kWords) {
-      split_words(reinterpret_cast<std::uint16_t*>(to + c), to_stride,
-                  reinterpret_cast<const std::uint16_t*>(from + c * count), count);
+    if (count > 1 && count <= kMostColumns) {
+      with_count(count, [&](auto columns) {
+        for (; c + kWords <= n; c += kWords) {
+          split_words(reinterpret_cast<std::uint16_t*>(to + c), to_stride,
+                      reinterpret_cast<const std::uint16_t*>(from + c * count), columns);
+        }
+      });
     }
   }
 #endif
@@ -86,9 +107,13 @@ void join_columns(T* to, const T* from, std::int64_t from_stride, std::int64_t c
   std::int64_t c = 0;
 #if defined(__AVX512BW__)
   if constexpr (sizeof(T) == 2) {
-    for (; count > 1 && count <= kMostColumns && c + kWords <= n; c += kWords) {
-      join_words(reinterpret_cast<std::uint16_t*>(to + c * count), reinterpret_cast<const std::uint16_t*>(from + c),
-                 from_stride, count);
+    if (count > 1 && count <= kMostColumns) {
+      with_count(count, [&](auto columns) {
+        for (; c + kWords <= n; c += kWords) {
+          join_words(reinterpret_cast<std::uint16_t*>(to + c * count), reinterpret_cast<const std::uint16_t*>(from + c),
+                     from_stride, columns);
+        }
+      });
     }
   }
 #endif
