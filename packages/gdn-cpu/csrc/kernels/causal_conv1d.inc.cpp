@@ -297,15 +297,16 @@ template <int kWidth, bool kSilu, class T>
 __attribute__((noinline)) void convolve_streamed(const PackedChannels<T>& channels, const Filter& filter,
                                                  const History* history, std::int64_t begin, std::int64_t end,
                                                  std::int64_t channel_begin, std::int64_t channel_end) {
-  alignas(kCacheLine) T rows[2][kTokensPerPass * kConvolutionChannels];
+  constexpr std::int64_t kTokens = kTokensPerPass * 2 / std::int64_t{sizeof(T)};  // 32 KiB of rows
+  alignas(kCacheLine) T rows[2][kTokens * kConvolutionChannels];
   const std::int64_t n = channel_end - channel_begin;
   RowStream<T> stream{};
   const auto finish_stream = [&] {
     while (stream.rows_left != 0) advance(stream);
   };
   T* staging = rows[0];
-  for (std::int64_t t = begin; t < end; t += kTokensPerPass) {
-    const std::int64_t count = min_of(kTokensPerPass, end - t);
+  for (std::int64_t t = begin; t < end; t += kTokens) {
+    const std::int64_t count = min_of(kTokens, end - t);
     const T* x = channels.x + t * channels.x_token_stride + channel_begin;
     const StagedChannels<T> staged{{x, staging, channels.x_token_stride, kConvolutionChannels}, &stream};
     convolve_channels<kWidth, kSilu>(staged, filter, t == begin ? history : nullptr, 0, count, 0, n, t + count < end);
