@@ -103,6 +103,11 @@ void copy_lanes(const MutableLanes& to, const Lanes& from, std::int64_t n) {
 }
 
 void clear_lanes(const MutableLanes& to, std::int64_t n) {
+  if (to.stride == 1) {
+    const std::int64_t size = element_size(to.dtype);
+    std::memset(static_cast<char*>(to.data) + to.offset * size, 0, static_cast<std::size_t>(n * size));
+    return;
+  }
   for (std::int64_t i = 0; i < n; i += kLanes) {
     store_lanes({to.data, to.dtype, to.stride, to.offset + i * to.stride}, zero(), n - i);
   }
