@@ -409,6 +409,33 @@ def test_threads_and_companions_change_nothing(native_impl: Implementation, thre
     assert same_bits(arguments["conv_states"], alone["conv_states"])
 
 
+@pytest.mark.parametrize("threads", THREADS)
+def test_threads_share_the_rows_of_a_step(native_impl: Implementation, threads: int) -> None:
+    """Rows enough for several threads, of one to three tokens: each is as it is alone."""
+    lengths, C, W = [1 + n % 3 for n in range(35)], 1030, 4
+    weight, bias = weights(C, W, torch.bfloat16)
+    rng = inputs.generator(6)
+    x, pool = normal((sum(lengths), C), rng, torch.bfloat16), normal((35, C, W + 1), rng, torch.bfloat16)
+    for layout in LAYOUTS[:2]:
+        together, alone = layout(pool), layout(pool)
+        options: dict[str, Any] = {"weight": weight, "bias": bias, "activation": "silu"}
+        torch.set_num_threads(1)
+        parts = [
+            gdn_core.causal_conv1d_update(
+                row, alone[n : n + 1], **options, num_accepted_tokens=torch.tensor([1 + n % 3]),
+                query_start_loc=inputs.offsets([len(row)]),
+            )
+            for n, row in enumerate(x.split(lengths))
+        ]  # fmt: skip
+        torch.set_num_threads(threads)
+        y = gdn_core.causal_conv1d_update(
+            x, together, **options, num_accepted_tokens=torch.tensor([1 + n % 3 for n in range(35)]),
+            query_start_loc=inputs.offsets(lengths),
+        )  # fmt: skip
+        assert same_bits(y, torch.cat(parts))
+        assert same_bits(together, alone)
+
+
 @pytest.mark.parametrize(("dtype", "C", "pitch"), [(torch.bfloat16, 2112, 2112), (torch.float32, 1033, 1040)])
 def test_outputs_too_large_for_the_caches(native_impl: Implementation, dtype: torch.dtype, C: int, pitch: int) -> None:
     """Streamed past them from 1 MiB on; rows may end within a cache line."""
