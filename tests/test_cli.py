@@ -512,6 +512,21 @@ def test_bench_leaves_out_a_peer_without_the_operation(monkeypatch: pytest.Monke
     assert {row["op"] for row in report["rows"] if row["contender"] == "vllm"} == {"gating"}
 
 
+def test_bench_times_the_generic_update_of_a_peer_without_a_fast_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    generic = gdn_as_vllm()
+    del generic.causal_conv1d_weight_pack
+    generic.causal_conv1d_update_cpu_vec = lambda x, pool, weight, bias, activation, slots, bounds, pad: (
+        gdn_core.causal_conv1d_update(x, pool, weight, bias, activation, conv_state_indices=slots)
+    )
+    monkeypatch.setattr(peers, "_load_vllm", lambda build: generic)
+    status, report = status_and_json(tmp_path / "b.json", "bench", "conv", *TINY, "--vs", "vllm")
+    assert status == 0
+    timed = {row["label"] for row in report["rows"] if row["contender"] == "vllm" and row["failure"] is None}
+    assert timed == {"update B1"}
+
+
 def test_bench_times_a_peer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

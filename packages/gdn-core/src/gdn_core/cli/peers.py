@@ -49,7 +49,7 @@ class Peers:
 
     @property
     def _convolves(self) -> bool:
-        """Whether vLLM's build has a convolution: the one for AVX2 has none."""
+        """Whether vLLM's build has its fast convolution: the one for AVX2 has but a generic update."""
         return hasattr(self._vllm, "causal_conv1d_weight_pack")
 
     def _choose(self, vllm: Build | None, transformers: Build | None) -> dict[str, Build]:
@@ -178,12 +178,18 @@ class Peers:
             run = self._vllm.causal_conv1d_update_cpu
             return Contender(lambda: run(x, pool, packed, None, True, None, slots, -1, True), lambda: pool)
 
+        def generic_vllm() -> Contender:
+            pool, run = channel_last(states), self._vllm.causal_conv1d_update_cpu_vec
+            return Contender(lambda: run(x, pool, weight, None, "silu", slots, None, -1), lambda: pool)
+
         def transformers() -> Contender:
             pool = states.clone()
             run = self._transformers.causal_conv1d_update
             return Contender(lambda: run(x[:, :, None], pool, weight, None, "silu")[:, :, 0], lambda: pool)
 
-        return self._choose(vllm if self._convolves else None, transformers)
+        has_generic = hasattr(self._vllm, "causal_conv1d_update_cpu_vec")
+        slower = generic_vllm if has_generic else None
+        return self._choose(vllm if self._convolves else slower, transformers)
 
     def conv_drafts(
         self, x: Tensor, weight: Tensor, states: Tensor, accepted: Tensor, expected: Expected
