@@ -230,11 +230,23 @@ inline constexpr std::size_t kScratchAlignment = 64;
 
 // Working memory of the recurrence, one a thread.
 struct alignas(kScratchAlignment) RecurrenceScratch {
-  float state[kMaxHeadDim * kMaxHeadDim];        // of one head, between tokens
-  float qk[8 * kMaxHeadDim];                     // q and k of a few tokens
+  float state[kMaxHeadDim * kMaxHeadDim];  // of one head, between tokens
+  float qk[8 * kMaxHeadDim];               // q and k of a few tokens
+  float q_factor[kMaxBlockTokens];         // their inverse norms, and products of q and k
+  float k_factor[kMaxBlockTokens];
+  float qk_product[kMaxBlockTokens];
+  float decay[kMaxBlockTokens];  // of the same tokens, or of one token for several value heads
+  float beta[kMaxBlockTokens];
   float outputs[kMaxBlockTokens * kMaxHeadDim];  // of the same tokens, where a norm follows
   float record_k[kMaxRecords * kMaxHeadDim];
+  float record_k_factor[kMaxRecords];
   float record_u[kMaxRecords * kMaxHeadDim];
+
+  // What an item leaves to the one that it named as the next: q and k of all tokens of a sequence and key head, with
+  // its records, and the gates of a sequence's only token for some value heads. Sequence -1: of none.
+  bool is_followed = false;
+  std::int64_t key_sequence = -1, key_head = 0;
+  std::int64_t gate_sequence = -1, gate_head_begin = 0, gate_head_end = 0;
 };
 
 // A share of a recurrence: value columns [v_begin, v_end) of one head of a sequence, multiples of 16 or V itself.
@@ -283,7 +295,8 @@ struct ChunkKernel {
 // The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.
 // Values never depend on how: not on v_begin and v_end, not on the rows of a call.
 struct KernelTable {
-  // next: what the thread will be given next, null if unknown; its state is asked for meanwhile.
+  // next: what the thread will be given next, with these params and this scratch, null if unknown. Its state is asked
+  // for meanwhile, and it reuses what both need.
   void (*recurrence)(const RecurrenceParams& params, const RecurrenceItem& item, const RecurrenceItem* next,
                      RecurrenceScratch& scratch);
   // The norm of a head's outputs in unnormed_outputs.

@@ -38,6 +38,9 @@ namespace {
 // which leaves the second level at the speed of the arithmetic.
 constexpr std::int64_t kTileColumns = kLanes == 16 ? 128 : 32;
 
+// The norm touches no state: what it asks for of the next one, a token.
+constexpr std::int64_t kBytesANorm = 4096;
+
 struct HeadTask {
   const RecurrenceParams& params;
   std::int64_t sequence, head;
@@ -307,19 +310,15 @@ void keep_decays(const HeadTask& task, const TokenBlock& block, std::int64_t fir
 template <class Layout, class State>
 void run_head(const HeadTask& task) {
   if (task.row.count == 0) return copy_head<Layout, State>(task);
-  TokenBlock block;
   const std::int64_t capacity = block_tokens(task.params.key_dim);
-  block.row_stride = padded_row(task.params.key_dim);
-  block.q = task.scratch.qk;
-  block.k = task.scratch.qk + capacity * block.row_stride;
   RecordBlock records;
   if (task.replayed != nullptr) {
     records = load_records(task.params, task.sequence, task.head, task.v_begin, task.v_end, task.scratch);
   }
   const std::int64_t tile = task.row.count == 1 ? kMaxHeadDim : kTileColumns;
   for (std::int64_t t = 0; t < task.row.count; t += capacity) {
-    block.count = min_of(capacity, task.row.count - t);
-    load_token_block(task.params, task.row, task.head, t, block);
+    const TokenBlock block = load_token_block(task.params, task.row, task.sequence, task.head, t,
+                                              min_of(capacity, task.row.count - t), task.scratch);
     if (task.params.replay != nullptr && task.v_begin == 0) keep_decays(task, block, t);
     prefetch_tokens(task.params, task.row, task.head, t + block.count, min_of(t + 2 * capacity, task.row.count));
     for (std::int64_t v = task.v_begin; v < task.v_end; v += tile) {
@@ -327,6 +326,7 @@ void run_head(const HeadTask& task) {
       pass.run(block, t, records);
     }
     if (task.params.norm != nullptr && task.params.unnormed_outputs == nullptr) {
+      ask_for(*task.next, kBytesANorm * block.count);
       norm_outputs(task.params, task.row, task.head, unnormed(task, t), t, block.count);
     }
   }
@@ -355,6 +355,8 @@ void prefetch_operands(const RecurrenceParams& p, const RecurrenceItem& item) {
 
 void recurrence(const RecurrenceParams& params, const RecurrenceItem& item, const RecurrenceItem* next,
                 RecurrenceScratch& scratch) {
+  if (!scratch.is_followed) scratch.key_sequence = scratch.gate_sequence = -1;
+  scratch.is_followed = next != nullptr;
   NextState next_state;
   if (next != nullptr) {
     next_state = state_of(params, *next);

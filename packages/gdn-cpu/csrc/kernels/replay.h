@@ -20,29 +20,43 @@ struct RecordBlock {
   float decay[kMaxRecords];
 };
 
+void load_record_keys(const RecurrenceParams& p, std::int64_t slot, std::int64_t key_head, std::int64_t count,
+                      RecurrenceScratch& scratch) {
+  const MutableOperand& recorded = p.replay->k;
+  for (std::int64_t i = 0; i < count; ++i) {
+    float* k = scratch.record_k + i * kMaxHeadDim;
+    const std::int64_t index = element_index(recorded, slot, i, key_head);
+    with_dtype(recorded.dtype, recorded.data, [&](auto data) { convert_row(data + index, p.key_dim, k); });
+    scratch.record_k_factor[i] = p.normalize_qk ? inverse_norm(k, padded_row(p.key_dim)) : 1.0f;
+  }
+}
+
 // Records of columns [v_begin, v_end). Those before a reset are left out.
 RecordBlock load_records(const RecurrenceParams& p, std::int64_t sequence, std::int64_t head, std::int64_t v_begin,
                          std::int64_t v_end, RecurrenceScratch& scratch) {
   const Replay& replay = *p.replay;
   const std::int64_t slot = p.source_slots[sequence];
   const std::int64_t key_head = key_head_of(p, head);
+  const std::int64_t count = replay.counts[sequence];
+  if (!has_keys(scratch, sequence, key_head)) load_record_keys(p, slot, key_head, count, scratch);
   const auto* decays = static_cast<const float*>(replay.decay.data);
   const auto* all_u = static_cast<const float*>(replay.u.data);
   RecordBlock records;
-  records.k = scratch.record_k;
-  records.u = scratch.record_u;
-  for (std::int64_t i = 0; i < replay.counts[sequence]; ++i) {
+  std::int64_t first = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
     const float decay = decays[element_index(replay.decay, slot, i, head)];
     if (is_reset(decay)) {
-      records.count = 0;
+      first = i;
       records.is_reset = true;
     }
-    float* k = scratch.record_k + records.count * kMaxHeadDim;
-    float* u = scratch.record_u + records.count * kMaxHeadDim;
-    records.decay[records.count++] = decay;
-    const std::int64_t k_index = element_index(replay.k, slot, i, key_head);
-    with_dtype(replay.k.dtype, replay.k.data, [&](auto data) { convert_row(data + k_index, p.key_dim, k); });
-    const Vec k_factor = set1(p.normalize_qk ? inverse_norm(k, padded_row(p.key_dim)) : 1.0f);
+    records.decay[i - first] = decay;
+  }
+  records.count = count - first;
+  records.k = scratch.record_k + first * kMaxHeadDim;
+  records.u = scratch.record_u + first * kMaxHeadDim;
+  for (std::int64_t i = first; i < count; ++i) {
+    float* u = scratch.record_u + i * kMaxHeadDim;
+    const Vec k_factor = set1(scratch.record_k_factor[i]);
     const float* recorded = all_u + element_index(replay.u, slot, i, head) + v_begin;
     for (std::int64_t c = 0; c < v_end - v_begin; c += kLanes) {
       store(u + c, mul(k_factor, load_up_to(recorded + c, v_end - v_begin - c)));
@@ -102,7 +116,9 @@ GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destinat
   next = ahead;
 }
 
-// Of a [K, V] tile that one strip covers, with the sums of the token that reads the state next.
+// Of a [K, V] tile that one strip covers, with the sums of the token that reads the state next. Several records take
+// the arithmetic longer than the memory: it asks for all of the next state, so that the tokens have the caches to
+// themselves.
 template <class Source>
 void replay_and_accumulate(const RecordBlock& records, Source source, Tile<float> destination, std::int64_t column,
                            const Token& after, Sums& sums) {
@@ -112,7 +128,7 @@ void replay_and_accumulate(const RecordBlock& records, Source source, Tile<float
   for (int j = 0; j < kStripVectors; ++j) k_sum[j] = q_sum[j] = zero();
   for (std::int64_t r = 0; r < after.key_dim; ++r) {
     const auto from = row_of(source, r);
-    ask_for(ahead, bytes_ahead(kStripVectors * kLanes));
+    ask_for(ahead, kStripVectors * kLanes * static_cast<std::int64_t>(sizeof(float)));
     Vec x[kStripVectors];
 #pragma GCC unroll 8
     for (int j = 0; j < kStripVectors; ++j) x[j] = load_columns(from, j * kLanes);

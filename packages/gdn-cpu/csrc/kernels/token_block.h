@@ -23,16 +23,17 @@ struct TokenRow {
   std::int64_t count;
 };
 
+// All of it lies in the scratch.
 struct TokenBlock {
   std::int64_t count;
   std::int64_t row_stride;  // of q and k
-  float* q;
-  float* k;
-  float q_factor[kMaxBlockTokens];  // 1 / |q|, or 1
-  float k_factor[kMaxBlockTokens];
-  float qk[kMaxBlockTokens];  // of the normalised q and k
-  float decay[kMaxBlockTokens];
-  float beta[kMaxBlockTokens];
+  const float* q;
+  const float* k;
+  const float* q_factor;  // 1 / |q|, or 1
+  const float* k_factor;
+  const float* qk;  // of the normalised q and k
+  const float* decay;
+  const float* beta;
 };
 
 // A decay that is 0 in fp32 resets the state, as g = -inf does, whatever the state holds: it counts as zero and is not
@@ -85,11 +86,22 @@ GDN_INLINE float inverse_norm(const float* row, std::int64_t padded) {
   return 1.0f / square_root(sum_of_squares(row, padded) + kNormEpsilon);
 }
 
+GDN_INLINE Vec raw_log_decay(const RecurrenceParams& p, Vec a, Vec A_log, Vec dt_bias) {
+  return log_decay(a, A_log, exp(A_log), dt_bias, SoftplusParams{p.softplus_beta, p.softplus_threshold});
+}
+
+// Of tokens of one head.
 GDN_INLINE Vec log_decay_of(const RecurrenceParams& p, std::int64_t head, Vec gate) {
   if (p.gate_kind != Gate::kRaw) return gate;
   const Vec A_log = set1(load_scalar(p.A_log.dtype, p.A_log.data, head * p.A_log.stride));
   const Vec dt_bias = set1(load_scalar(p.dt_bias.dtype, p.dt_bias.data, head * p.dt_bias.stride));
-  return log_decay(gate, A_log, exp(A_log), dt_bias, SoftplusParams{p.softplus_beta, p.softplus_threshold});
+  return raw_log_decay(p, gate, A_log, dt_bias);
+}
+
+// Of n heads of one token.
+GDN_INLINE Vec log_decay_of(const RecurrenceParams& p, std::int64_t head, std::int64_t n, Vec gate) {
+  if (p.gate_kind != Gate::kRaw) return gate;
+  return raw_log_decay(p, gate, load_strided(p.A_log, head, n), load_strided(p.dt_bias, head, n));
 }
 
 GDN_INLINE Vec beta_of(const RecurrenceParams& p, Vec value) {
@@ -97,23 +109,51 @@ GDN_INLINE Vec beta_of(const RecurrenceParams& p, Vec value) {
   return p.double_beta ? add(beta, beta) : beta;
 }
 
-// Element [.., t + i, head] in lane i, i < n. One token is broadcast: loading what was written piecewise would wait.
-GDN_INLINE Vec gather_tokens(const Operand& x, const TokenRow& row, std::int64_t t, std::int64_t head, std::int64_t n) {
-  const std::int64_t index = element_index(x, row.batch, row.first + t, head);
+// Lane i is element index + i * stride, i < n. One is broadcast: loading what was written piecewise would wait.
+GDN_INLINE Vec gather(const Operand& x, std::int64_t index, std::int64_t stride, std::int64_t n) {
   if (n == 1) return set1(load_scalar(x.dtype, x.data, index));
+  if (stride == 1) return load_as(x.dtype, x.data, index, n);
   float lanes[kLanes];
   store(lanes, zero());
-  for (std::int64_t i = 0; i < n; ++i) lanes[i] = load_scalar(x.dtype, x.data, index + i * x.token_stride);
+  for (std::int64_t i = 0; i < n; ++i) lanes[i] = load_scalar(x.dtype, x.data, index + i * stride);
   return load(lanes);
 }
 
-// Gates of tokens [t, t + n) of the row, n <= kLanes, into block from `first` on.
-GDN_INLINE void load_gates(const RecurrenceParams& p, const TokenRow& row, std::int64_t head, std::int64_t t,
-                           std::int64_t n, std::int64_t first, TokenBlock& block) {
-  const Vec g = p.gate_kind == Gate::kNone ? zero() : log_decay_of(p, head, gather_tokens(p.gate, row, t, head, n));
-  const Vec beta = p.beta_kind == Beta::kOne ? set1(1.0f) : gather_tokens(p.beta, row, t, head, n);
-  store(block.decay + first, exp(g));
-  store(block.beta + first, beta_of(p, beta));
+// Element [.., t + i, head] in lane i, i < n.
+GDN_INLINE Vec gather_tokens(const Operand& x, const TokenRow& row, std::int64_t t, std::int64_t head, std::int64_t n) {
+  return gather(x, element_index(x, row.batch, row.first + t, head), x.token_stride, n);
+}
+
+// Element [.., 0, head + i] in lane i, i < n.
+GDN_INLINE Vec gather_heads(const Operand& x, const TokenRow& row, std::int64_t head, std::int64_t n) {
+  return gather(x, element_index(x, row.batch, row.first, head), x.head_stride, n);
+}
+
+// Gates of tokens [t, t + count) of the row, to the front of the scratch's.
+GDN_INLINE void load_token_gates(const RecurrenceParams& p, const TokenRow& row, std::int64_t head, std::int64_t t,
+                                 std::int64_t count, RecurrenceScratch& scratch) {
+  scratch.gate_sequence = -1;
+  for (std::int64_t i = 0; i < count; i += kLanes) {
+    const std::int64_t n = min_of(kLanes, count - i);
+    const Vec g =
+        p.gate_kind == Gate::kNone ? zero() : log_decay_of(p, head, gather_tokens(p.gate, row, t + i, head, n));
+    const Vec beta = p.beta_kind == Beta::kOne ? set1(1.0f) : gather_tokens(p.beta, row, t + i, head, n);
+    store(scratch.decay + i, exp(g));
+    store(scratch.beta + i, beta_of(p, beta));
+  }
+}
+
+// Gates of the row's only token for `head` and those after it, a vector of them: for less than as many vectors.
+GDN_INLINE void load_head_gates(const RecurrenceParams& p, const TokenRow& row, std::int64_t sequence,
+                                std::int64_t head, RecurrenceScratch& scratch) {
+  const std::int64_t n = min_of(kLanes, p.num_value_heads - head);
+  const Vec g = p.gate_kind == Gate::kNone ? zero() : log_decay_of(p, head, n, gather_heads(p.gate, row, head, n));
+  const Vec beta = p.beta_kind == Beta::kOne ? set1(1.0f) : gather_heads(p.beta, row, head, n);
+  store(scratch.decay, exp(g));
+  store(scratch.beta, beta_of(p, beta));
+  scratch.gate_sequence = sequence;
+  scratch.gate_head_begin = head;
+  scratch.gate_head_end = head + n;
 }
 
 template <class AnyOperand>
@@ -133,30 +173,65 @@ GDN_INLINE void prefetch_row(const AnyOperand& x, const TokenRow& row, std::int6
     prefetch_row(p.k, row, t, key_head, p.key_dim);
     prefetch_row(p.v, row, t, head, p.value_dim);
     prefetch_row(p.out, row, t, head, p.value_dim);
+    if (p.norm != nullptr) prefetch_row(p.norm->gate, row, t, head, p.value_dim);
   }
 }
 
-// Tokens [token, token + block.count) of the row.
-[[maybe_unused]] void load_token_block(const RecurrenceParams& p, const TokenRow& row, std::int64_t head,
-                                       std::int64_t token, TokenBlock& block) {
-  const std::int64_t key_head = key_head_of(p, head);
-  for (std::int64_t i = 0; i < block.count; ++i) {
-    float* q = block.q + i * block.row_stride;
-    float* k = block.k + i * block.row_stride;
+// q and k of tokens [token, token + count) of the row.
+[[maybe_unused]] void load_keys(const RecurrenceParams& p, const TokenRow& row, std::int64_t key_head,
+                                std::int64_t token, std::int64_t count, RecurrenceScratch& scratch) {
+  const std::int64_t padded = padded_row(p.key_dim);
+  float* q = scratch.qk;
+  float* k = scratch.qk + block_tokens(p.key_dim) * padded;
+  for (std::int64_t i = 0; i < count; ++i, q += padded, k += padded) {
     const std::int64_t q_index = element_index(p.q, row.batch, row.first + token + i, key_head);
     const std::int64_t k_index = element_index(p.k, row.batch, row.first + token + i, key_head);
     with_dtype(p.q.dtype, p.q.data, [&](auto data) { convert_row(data + q_index, p.key_dim, q); });
     with_dtype(p.k.dtype, p.k.data, [&](auto data) { convert_row(data + k_index, p.key_dim, k); });
-    block.q_factor[i] = p.normalize_qk ? inverse_norm(q, block.row_stride) : 1.0f;
-    block.k_factor[i] = p.normalize_qk ? inverse_norm(k, block.row_stride) : 1.0f;
+    const float q_factor = p.normalize_qk ? inverse_norm(q, padded) : 1.0f;
+    const float k_factor = p.normalize_qk ? inverse_norm(k, padded) : 1.0f;
     // In double precision: all columns of a fresh state's first output are multiples of it, and q may be nearly
     // orthogonal to k.
-    const float qk = static_cast<float>(dot_double(q, k, block.row_stride));
-    block.qk[i] = qk * block.q_factor[i] * block.k_factor[i];
+    const float qk = static_cast<float>(dot_double(q, k, padded));
+    scratch.q_factor[i] = q_factor;
+    scratch.k_factor[i] = k_factor;
+    scratch.qk_product[i] = qk * q_factor * k_factor;
   }
-  for (std::int64_t i = 0; i < block.count; i += kLanes) {
-    load_gates(p, row, head, token + i, min_of(kLanes, block.count - i), i, block);
+}
+
+// Whether the item before has left q and k of all tokens of the row, and its records.
+GDN_INLINE bool has_keys(const RecurrenceScratch& scratch, std::int64_t sequence, std::int64_t key_head) {
+  return scratch.key_sequence == sequence && scratch.key_head == key_head;
+}
+
+// Tokens [token, token + count) of the row.
+[[maybe_unused]] TokenBlock load_token_block(const RecurrenceParams& p, const TokenRow& row, std::int64_t sequence,
+                                             std::int64_t head, std::int64_t token, std::int64_t count,
+                                             RecurrenceScratch& scratch) {
+  const std::int64_t key_head = key_head_of(p, head);
+  const std::int64_t padded = padded_row(p.key_dim);
+  if (!has_keys(scratch, sequence, key_head)) {
+    load_keys(p, row, key_head, token, count, scratch);
+    scratch.key_sequence = count == row.count ? sequence : -1;
+    scratch.key_head = key_head;
   }
+  std::int64_t first_gate = 0;
+  if (row.count > 1) {
+    load_token_gates(p, row, head, token, count, scratch);
+  } else {
+    const bool has_gates = scratch.gate_sequence == sequence && scratch.gate_head_begin <= head;
+    if (!has_gates || head >= scratch.gate_head_end) load_head_gates(p, row, sequence, head, scratch);
+    first_gate = head - scratch.gate_head_begin;
+  }
+  return {.count = count,
+          .row_stride = padded,
+          .q = scratch.qk,
+          .k = scratch.qk + block_tokens(p.key_dim) * padded,
+          .q_factor = scratch.q_factor,
+          .k_factor = scratch.k_factor,
+          .qk = scratch.qk_product,
+          .decay = scratch.decay + first_gate,
+          .beta = scratch.beta + first_gate};
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <vector>
 
@@ -26,7 +27,7 @@ ThreadMemory& carried_memory() {
 }
 RecurrenceScratch& recurrence_scratch() {
   thread_local ThreadMemory memory;
-  return *static_cast<RecurrenceScratch*>(memory.at_least(sizeof(RecurrenceScratch)));
+  return *new (memory.at_least(sizeof(RecurrenceScratch))) RecurrenceScratch;
 }
 
 std::int64_t sequence_length(const RecurrenceParams& params, std::int64_t sequence) {

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 
 #include "runtime/openmp.h"
 #include "runtime/recurrence_plan.h"
@@ -70,16 +71,11 @@ void for_each(std::int64_t num_items, int num_threads, Schedule schedule, const 
   for_each_with_next(num_items, num_threads, schedule, [&](std::int64_t item, std::int64_t) { body(item); });
 }
 
-struct FreeDeleter {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
 // Working memory of the calling thread, allocated on its first use and kept.
 RecurrenceScratch& thread_scratch() {
-  thread_local const std::unique_ptr<void, FreeDeleter> scratch{
-      std::aligned_alloc(alignof(RecurrenceScratch), sizeof(RecurrenceScratch))};
+  thread_local const std::unique_ptr<RecurrenceScratch> scratch{new (std::nothrow) RecurrenceScratch};
   if (scratch == nullptr) std::abort();  // out of memory inside a parallel region: nothing sensible is left to do
-  return *static_cast<RecurrenceScratch*>(scratch.get());
+  return *scratch;
 }
 
 std::int64_t sequence_length(const RecurrenceParams& params, std::int64_t sequence) {
