@@ -21,13 +21,26 @@ GDN_INLINE void update_strip(Source source, Destination destination, const float
   Vec factors[kVectors];
 #pragma GCC unroll 8
   for (int j = 0; j < kVectors; ++j) factors[j] = load(column_factors + column + j * kLanes);
+  constexpr bool kSplits =
+      kVectors % 2 == 0 && kIsSplit<decltype(row_of(source, 0))> && kIsSplit<decltype(row_of(destination, 0))>;
+  if constexpr (kSplits) split_columns(factors);
   NextState ahead = next;  // a copy, which stores to the state cannot alias
   for (std::int64_t r = row; r < row_end; ++r) {
     const auto from = row_of(source, r);
     auto to = row_of(destination, r);
     const Vec row_factor = set1(row_factors[r]);
     ask_for(ahead, bytes_ahead(kVectors * kLanes));
-    if constexpr (kVectors % 2 == 0 && kStoresPairs<decltype(to)>) {
+    if constexpr (kSplits) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; j += 2) {
+        const std::int64_t c = column + j * kLanes;
+        Vec even, odd;
+        load_split(from + c, even, odd);
+        even = fma(row_factor, factors[j], mul(decay, even));
+        odd = fma(row_factor, factors[j + 1], mul(decay, odd));
+        store_split_columns(to, c, even, odd);
+      }
+    } else if constexpr (kVectors % 2 == 0 && kStoresPairs<decltype(to)>) {
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; j += 2) {
         const std::int64_t c = column + j * kLanes;

@@ -24,17 +24,29 @@ GDN_INLINE void accumulate_strip(Source tile, const float* k, const float* q, st
     k_sum[j] = row == 0 ? zero() : load(km + column + j * kLanes);
     q_sum[j] = row == 0 ? zero() : load(qm + column + j * kLanes);
   }
+  constexpr bool kSplits = kVectors % 2 == 0 && kIsSplit<decltype(row_of(tile, 0))>;
+  if constexpr (kSplits) split_columns(k_sum), split_columns(q_sum);
   for (; row < row_end; ++row) {
     const auto m = row_of(tile, row);
     ask_while_reading<kIsFromMemory>(m, kVectors * kLanes, ahead);
     const Vec k_row = set1(k[row]), q_row = set1(q[row]);
 #pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) {
-      const Vec x = in_register(load_columns(m, column + j * kLanes));
-      k_sum[j] = fma(x, k_row, k_sum[j]);
-      q_sum[j] = fma(x, q_row, q_sum[j]);
+    for (int j = 0; j < kVectors; j += kSplits ? 2 : 1) {
+      if constexpr (kSplits) {
+        Vec even, odd;
+        load_split(m + column + j * kLanes, even, odd);
+        k_sum[j] = fma(even, k_row, k_sum[j]);
+        q_sum[j] = fma(even, q_row, q_sum[j]);
+        k_sum[j + 1] = fma(odd, k_row, k_sum[j + 1]);
+        q_sum[j + 1] = fma(odd, q_row, q_sum[j + 1]);
+      } else {
+        const Vec x = in_register(load_columns(m, column + j * kLanes));
+        k_sum[j] = fma(x, k_row, k_sum[j]);
+        q_sum[j] = fma(x, q_row, q_sum[j]);
+      }
     }
   }
+  if constexpr (kSplits) join_columns(k_sum), join_columns(q_sum);
 #pragma GCC unroll 8
   for (int j = 0; j < kVectors; ++j) {
     store(km + column + j * kLanes, k_sum[j]);

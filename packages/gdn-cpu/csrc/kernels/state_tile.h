@@ -62,6 +62,28 @@ constexpr bool kStoresPairs<StreamedRow<BFloat16>> = kLanes > 4;
 template <class Slot>
 constexpr bool kStoresPairs<KeptRow<Slot>> = kStoresPairs<Slot>;
 
+// They also come as the even columns and the odd ones for less than in order. For passes in which a value never leaves
+// its column, and that read and write nothing else.
+template <class Row>
+constexpr bool kIsSplit = false;
+template <>
+constexpr bool kIsSplit<const BFloat16*> = kLanes > 4;
+template <>
+constexpr bool kIsSplit<BFloat16*> = kLanes > 4;
+template <>
+constexpr bool kIsSplit<StreamedRow<BFloat16>> = kLanes > 4;
+
+template <int kVectors>
+GDN_INLINE void split_columns(Vec (&x)[kVectors]) {
+#pragma GCC unroll 4
+  for (int j = 0; j < kVectors; j += 2) split(x[j], x[j + 1]);
+}
+template <int kVectors>
+GDN_INLINE void join_columns(Vec (&x)[kVectors]) {
+#pragma GCC unroll 4
+  for (int j = 0; j < kVectors; j += 2) join(x[j], x[j + 1]);
+}
+
 GDN_INLINE Absent row_of(Absent, std::int64_t) { return {}; }
 GDN_INLINE Vec load_columns(Absent, std::int64_t) { return zero(); }
 GDN_INLINE Vec load_columns(Absent, std::int64_t, std::int64_t) { return zero(); }
@@ -118,6 +140,15 @@ GDN_INLINE void store_columns(StreamedRow<T> row, std::int64_t column, Vec x, st
 template <class T>
 GDN_INLINE void store_column_pair(StreamedRow<T> row, std::int64_t column, Vec a, Vec b) {
   stream_pair(row.data + column, a, b);
+}
+
+template <class T>
+GDN_INLINE void store_split_columns(T* row, std::int64_t column, Vec even, Vec odd) {
+  store_split(row + column, even, odd);
+}
+template <class T>
+GDN_INLINE void store_split_columns(StreamedRow<T> row, std::int64_t column, Vec even, Vec odd) {
+  stream_split(row.data + column, even, odd);
 }
 
 template <class Slot>
