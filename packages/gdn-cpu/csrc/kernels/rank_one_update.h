@@ -14,7 +14,7 @@ constexpr int kStripVectors = kRegisters >= 32 ? 8 : 4;
 // Tiles are walked in bands of rows, so that memory is read nearly in order where a tile is wider than one strip.
 constexpr std::int64_t kBandRows = 16;
 
-template <int kVectors, class Source, class Destination>
+template <int kVectors, int kAsk, class Source, class Destination>
 GDN_INLINE void update_strip(Source source, Destination destination, const float* row_factors, Vec decay,
                              std::int64_t row, std::int64_t row_end, std::int64_t column, const float* column_factors,
                              NextState& next) {
@@ -29,7 +29,7 @@ GDN_INLINE void update_strip(Source source, Destination destination, const float
     const auto from = row_of(source, r);
     auto to = row_of(destination, r);
     const Vec row_factor = set1(row_factors[r]);
-    ask_for(ahead, bytes_ahead(kVectors * kLanes));
+    ask_for(ahead, kAsk * bytes_ahead(kVectors * kLanes));
     if constexpr (kSplits) {
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; j += 2) {
@@ -70,39 +70,40 @@ GDN_INLINE void update_tail(Source source, Destination destination, const float*
   }
 }
 
-template <class Source, class Destination>
+template <int kAsk, class Source, class Destination>
 GDN_INLINE void update_band(Source source, Destination destination, const float* row_factors, Vec decay,
                             std::int64_t row, std::int64_t row_end, std::int64_t width, const float* column_factors,
                             NextState& next) {
   std::int64_t c = 0;
   for (; c + kStripVectors * kLanes <= width; c += kStripVectors * kLanes) {
-    update_strip<kStripVectors>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
+    update_strip<kStripVectors, kAsk>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
   }
   if constexpr (kStripVectors > 4) {
     if (c + 4 * kLanes <= width) {
-      update_strip<4>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
+      update_strip<4, kAsk>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
       c += 4 * kLanes;
     }
   }
   if (c + 2 * kLanes <= width) {
-    update_strip<2>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
+    update_strip<2, kAsk>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
     c += 2 * kLanes;
   }
   if (c + kLanes <= width) {
-    update_strip<1>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
+    update_strip<1, kAsk>(source, destination, row_factors, decay, row, row_end, c, column_factors, next);
     c += kLanes;
   }
   if (c < width) update_tail(source, destination, row_factors, decay, row, row_end, c, width - c, column_factors);
 }
 
-// M = decay M + row_factors column_factors^T over a tile of rows x width, the last band first.
-template <class Source, class Destination>
+// M = decay M + row_factors column_factors^T over a tile of rows x width, the last band first. Asks for kAsk times as
+// much of the next state as there are elements, in bytes.
+template <int kAsk, class Source, class Destination>
 void update(Source source, Destination destination, const float* row_factors, float decay, std::int64_t rows,
             std::int64_t width, const float* column_factors, NextState& next) {
   const std::int64_t band = width <= kStripVectors * kLanes ? rows : kBandRows;
   for (std::int64_t row = (rows - 1) / band * band; row >= 0; row -= band) {
-    update_band(source, destination, row_factors, set1(decay), row, min_of(row + band, rows), width, column_factors,
-                next);
+    update_band<kAsk>(source, destination, row_factors, set1(decay), row, min_of(row + band, rows), width,
+                      column_factors, next);
   }
 }
 

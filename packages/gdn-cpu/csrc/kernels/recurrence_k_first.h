@@ -179,7 +179,7 @@ void step(KFirst, const Token& token, const Token* after, Source source, Destina
     if (after != nullptr && width == kStripVectors * kLanes) {
       return update_and_accumulate(source, destination, token, *after, u, sums);
     }
-    update(source, destination, token.k, token.decay, token.key_dim, width, u, *token.next);
+    update<1>(source, destination, token.k, token.decay, token.key_dim, width, u, *token.next);
   }
 }
 

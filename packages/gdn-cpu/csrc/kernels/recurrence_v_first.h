@@ -90,13 +90,22 @@ void multiply(Source tile, const Token& token, std::int64_t count, float* km, fl
   *token.next = ahead;
 }
 
+// How many times as much of the next state as there are elements the update of an only token asks for, in bytes: all of
+// an fp32 one, since a group's loads and stores stay in the nearest cache. Where records or tokens follow each other,
+// that would come at once.
+template <class Source>
+constexpr int kAsk = 1;
+template <>
+constexpr int kAsk<Tile<const float>> = sizeof(float);
+
 struct VFirst {};
 
 template <class Source, class Destination>
-void step(VFirst, const Token& token, const Token*, Source source, Destination destination, Sums& sums) {
+void step(VFirst, const Token& token, const Token* after, Source source, Destination destination, Sums& sums) {
   alignas(kScratchAlignment) float u[kMaxHeadDim];
   float *km = sums.km, *qm = sums.qm;
   const std::int64_t rows = token.v_end - token.v_begin;
+  const bool is_only = !token.is_resident && after == nullptr && token.record == nullptr;
   const std::int64_t group = group_elements(token.is_resident) / padded_row(token.key_dim);
   for (std::int64_t row = 0; row < rows; row += group) {
     const std::int64_t count = min_of(group, rows - row);
@@ -109,7 +118,12 @@ void step(VFirst, const Token& token, const Token*, Source source, Destination d
     }
     finish_columns(token, row, count, km, qm, u);
     if constexpr (!kIsAbsent<Destination>) {
-      update(from, rows_from(destination, row), u, token.decay, count, token.key_dim, token.k, *token.next);
+      const auto to = rows_from(destination, row);
+      if (is_only) {
+        update<kAsk<Source>>(from, to, u, token.decay, count, token.key_dim, token.k, *token.next);
+      } else {
+        update<1>(from, to, u, token.decay, count, token.key_dim, token.k, *token.next);
+      }
     }
   }
 }
