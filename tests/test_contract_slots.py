@@ -302,6 +302,29 @@ def test_an_empty_batch(impl, op, B, T, initial):
 
 
 @pytest.mark.parametrize("op", RULES)
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_empty_sequence_keeps_the_bits_of_its_state(impl, op, dtype, state_v_first):
+    """Also of values that arithmetic on some levels takes for zero."""
+    arguments = inputs.delta_rule_arguments((3, 0, 1), H, HV, K, V)
+    shape = (3, HV, V, K) if state_v_first else (3, HV, K, V)
+    state = torch.rand(shape, generator=inputs.generator(2)).to(dtype)
+    state[1].copy_(torch.finfo(dtype).tiny * torch.rand(shape[1:], generator=inputs.generator(3), dtype=torch.float64))
+    _, final_state = call(op, {**arguments, "initial_state": state, "state_v_first": state_v_first})
+    assert bool(state[1].any()) and same_bits(final_state[1], state[1])
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_a_call_knows_nothing_of_the_one_before(impl, state_v_first):
+    """One row of one key head, which is first and last: with keys and gates of its own."""
+    for seed in (1, 2, 3):
+        arguments, guarded = inputs.decode_arguments((1,), 1, 2, K, V, state_v_first=state_v_first, seed=seed)
+        wide = to_float64(arguments)
+        expected = oracle.fused_sigmoid_gating_delta_rule_update(**wide), wide["initial_state_source"]
+        check_decode(arguments, guarded, call(DECODE, arguments), expected)
+
+
+@pytest.mark.parametrize("op", RULES)
 def test_no_sequences_at_all(impl, op):
     arguments = sequences(lengths=(3,), H=H, HV=HV, K=K, V=V, initial=False)
     arguments["cu_seqlens"] = torch.tensor([0])

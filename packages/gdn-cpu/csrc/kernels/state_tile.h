@@ -3,6 +3,8 @@
 // Where the recurrence reads and writes the state: rows of a typed matrix in memory, or nothing.
 #pragma once
 
+#include <cstring>
+
 #include "simd/simd.h"
 
 namespace gdn::cpu::GDN_ISA {
@@ -234,6 +236,12 @@ GDN_INLINE void ask_while_reading(const Half*, std::int64_t count, NextState& ne
   ask_for(next, bytes_ahead(count));
 }
 
+// The same dtype on both sides: bit for bit.
+template <class T>
+GDN_INLINE void copy_tile(Tile<const T> source, Tile<T> destination, std::int64_t rows, std::int64_t columns) {
+  const std::size_t row_bytes = static_cast<std::size_t>(columns) * sizeof(T);
+  for (std::int64_t i = 0; i < rows; ++i) std::memcpy(row_of(destination, i), row_of(source, i), row_bytes);
+}
 template <class Source, class T>
 GDN_INLINE void copy_tile(Source source, Tile<T> destination, std::int64_t rows, std::int64_t columns) {
   for (std::int64_t i = 0; i < rows; ++i) {
