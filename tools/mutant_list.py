@@ -1032,7 +1032,7 @@ MUTANTS = (
     Mutant(
         "cp_context ignored",
         "ops.py",
-        "    _unsupported(cp_context=cp_context)\n",
+        "    if cp_context is not None:\n        _unsupported(cp_context=cp_context)\n",
         "",
         "test_inputs_that_no_rule",
         ERRORS,
