@@ -57,33 +57,6 @@ def _like_in_memory(name: str, model: Tensor) -> Tensor:
     return _empty_like(model)
 
 
-def _beside(out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Return what kernels read while they write ``out``, copied where it lies on the memory of that."""
-    # A compiler has copies of what is written.
-    if torch.compiler.is_compiling() or not _is_in_memory(out):
-        return inputs
-    begin, end = _span(out)
-
-    def is_apart(x: Tensor) -> bool:
-        if not _is_in_memory(x) or x.device != out.device:
-            return True
-        x_begin, x_end = _span(x)
-        return x_end <= begin or end <= x_begin
-
-    return tuple(x if is_apart(x) else x.clone() for x in inputs)
-
-
-def _is_in_memory(x: object) -> bool:
-    return isinstance(x, Tensor) and has_data(x) and x.layout is torch.strided and x.numel() > 0
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """Return the addresses of its first byte, and of the one after its last."""
-    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    begin = x.data_ptr()
-    return begin, begin + (steps + 1) * x.element_size()
-
-
 def _fused_output(output_gate: Tensor, mixed_qkv: Tensor) -> Tensor:
     """Allocate the output of a fused decode: shaped like the gate, in the dtype of the activations."""
     for name, value in (("output_gate", output_gate), ("mixed_qkv", mixed_qkv)):
@@ -279,8 +252,6 @@ def chunk_gated_delta_rule(
     if output_chunk_states:
         chunk_states = _chunk_states(q, v, cu_seqlens, cu_seqlens_cpu, state_v_first)
     o = _like("v", v) if out is None else out
-    if out is not None:
-        q, k, v = _beside(out, q, k, v)
     flat = (
         q, k, v, g, beta, scale, start, pool, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, cu_seqlens, state_indices, has_initial_state, null_slot, o, final_state, chunk_states,
@@ -355,8 +326,6 @@ def fused_recurrent_gated_delta_rule(
     if output_final_state and pool is None:
         final_state = _final_state(q, v, start, cu_seqlens, state_v_first)
     o = _like("v", v) if out is None else out
-    if out is not None:
-        q, k, v = _beside(out, q, k, v)
     flat = (
         q, k, v, g, beta, scale, start, pool, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, state_indices, has_initial_state,
@@ -428,8 +397,6 @@ def fused_sigmoid_gating_delta_rule_update(
         (torch.Size([1, 2, 4, 16]), True, False)
     """
     o = _like("v", v) if out is None else out
-    if out is not None:
-        q, k, v = _beside(out, q, k, v)
     flat = (
         A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
@@ -493,8 +460,6 @@ def fused_sigmoid_gating_delta_rule_update_spec(
         [1, 2, 3]
     """
     o = _like("v", v) if out is None else out
-    if out is not None:
-        q, k, v = _beside(out, q, k, v)
     flat = (
         A_log, dt_bias, q, k, v, a, b, initial_state_source, spec_state_indices, num_accepted_tokens, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
@@ -562,8 +527,6 @@ def fused_sigmoid_gating_delta_rule_update_replay(
         3
     """
     o = _like("v", v) if out is None else out
-    if out is not None:
-        q, k, v = _beside(out, q, k, v)
     parts = _record_tensors(records)
     flat = (
         A_log, dt_bias, q, k, v, a, b, state, slot_indices, *parts, num_accepted_tokens, cu_seqlens,
@@ -793,8 +756,6 @@ def fused_gdn_decode_post_conv_mtp(
         torch.Size([2, 4, 16])
     """
     y = _fused_output(output_gate, mixed_qkv) if out is None else out
-    if out is not None:
-        mixed_qkv, output_gate = _beside(out, mixed_qkv, output_gate)
     flat = (
         mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate,
         norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first, null_slot, None,
@@ -853,8 +814,6 @@ def fused_gdn_decode_post_conv_mtp_replay(
         torch.Size([2, 4, 16])
     """
     y = _fused_output(output_gate, mixed_qkv) if out is None else out
-    if out is not None:
-        mixed_qkv, output_gate = _beside(out, mixed_qkv, output_gate)
     parts = _record_tensors(records)
     flat = (
         mixed_qkv, a, b, A_log, dt_bias, slot_indices, *parts, cu_seqlens, num_accepted_tokens,

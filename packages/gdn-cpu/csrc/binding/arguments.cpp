@@ -67,6 +67,50 @@ MutableOperand output_operand(const TensorView& view, Name name, Shape shape) {
   return {view.data(), dtype, batch_stride(view, 4), view.stride(-3), view.stride(-2)};
 }
 
+namespace {
+
+// [first, last] byte of a tensor that has elements.
+struct Span {
+  const char* first;
+  const char* last;
+};
+
+Span span_of(const TensorView& view) {
+  const std::int64_t size = view.dl.dtype.bits / 8;
+  std::int64_t reach = 0;
+  for (int dim = 0; dim < view.ndim(); ++dim) reach += (view.size(dim) - 1) * view.stride(dim);
+  const char* first = static_cast<const char*>(view.data());
+  return {first, first + (reach + 1) * size - 1};
+}
+
+}  // namespace
+
+bool may_overlap(const TensorView& left, const TensorView& right) {
+  if (left.numel() == 0 || right.numel() == 0) return false;
+  const Span a = span_of(left), b = span_of(right);
+  return a.first <= b.last && b.first <= a.last;
+}
+
+bool same_elements(const TensorView& left, const TensorView& right) {
+  const bool alike = left.data() == right.data() && left.ndim() == right.ndim() &&
+                     left.dl.dtype.code == right.dl.dtype.code && left.dl.dtype.bits == right.dl.dtype.bits;
+  for (int dim = 0; alike && dim < left.ndim(); ++dim) {
+    if (left.size(dim) != right.size(dim) || (left.size(dim) > 1 && left.stride(dim) != right.stride(dim)))
+      return false;
+  }
+  return alike;
+}
+
+void copy_into_view(TensorView& view) {
+  nb::object copy = view.object.attr("clone")();
+  borrow(copy, view);
+  view.owner = std::move(copy);
+}
+
+void keep_from(const TensorView& out, TensorView& input) {
+  if (may_overlap(out, input)) copy_into_view(input);
+}
+
 // --- indices ---
 
 namespace {

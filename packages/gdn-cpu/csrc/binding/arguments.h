@@ -39,6 +39,15 @@ Operand values_operand(const TensorView& view, Name name, Shape shape);
 // An output [B, T, heads, dim] or [T, heads, dim].
 MutableOperand output_operand(const TensorView& view, Name name, Shape shape);
 
+// Whether the memory between their first and last elements meets.
+bool may_overlap(const TensorView& left, const TensorView& right);
+// The same elements in the same places.
+bool same_elements(const TensorView& left, const TensorView& right);
+// From here on the view is of a copy.
+void copy_into_view(TensorView& view);
+// Copies an input that `out` lies on: kernels read it after they have begun to write.
+void keep_from(const TensorView& out, TensorView& input);
+
 // --- indices ---
 
 // A one-dimensional int32 or int64 tensor, any stride; `size` < 0 takes any.

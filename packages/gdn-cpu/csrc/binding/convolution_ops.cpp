@@ -74,36 +74,6 @@ struct Axes {
 std::int64_t stride_of(const TensorView& view, int axis) { return axis < 0 ? 0 : view.stride(axis); }
 std::int64_t size_of(const TensorView& view, int axis) { return axis < 0 ? 1 : view.size(axis); }
 
-// [first, last] byte of a tensor that has elements.
-struct Span {
-  const char* first;
-  const char* last;
-};
-
-Span span_of(const TensorView& view) {
-  const std::int64_t size = view.dl.dtype.bits / 8;
-  std::int64_t reach = 0;
-  for (int dim = 0; dim < view.ndim(); ++dim) reach += (view.size(dim) - 1) * view.stride(dim);
-  const char* first = static_cast<const char*>(view.data());
-  return {first, first + (reach + 1) * size - 1};
-}
-
-bool may_overlap(const TensorView& left, const TensorView& right) {
-  if (left.numel() == 0 || right.numel() == 0) return false;
-  const Span a = span_of(left), b = span_of(right);
-  return a.first <= b.last && b.first <= a.last;
-}
-
-bool same_elements(const TensorView& left, const TensorView& right) {
-  const bool alike = left.data() == right.data() && left.ndim() == right.ndim() &&
-                     left.dl.dtype.code == right.dl.dtype.code && left.dl.dtype.bits == right.dl.dtype.bits;
-  for (int dim = 0; alike && dim < left.ndim(); ++dim) {
-    if (left.size(dim) != right.size(dim) || (left.size(dim) > 1 && left.stride(dim) != right.stride(dim)))
-      return false;
-  }
-  return alike;
-}
-
 // Columns [i, i + C) of the rows of one buffer, each with its own i, as parts of a projection are: they do not overlap
 // though their spans do.
 bool are_columns_of_one_buffer(const TensorView& left, const TensorView& right, const Axes& axes) {
@@ -117,12 +87,6 @@ bool are_columns_of_one_buffer(const TensorView& left, const TensorView& right, 
   if (pitch < channels || bytes % size != 0) return false;
   const std::int64_t shift = ((bytes / size) % pitch + pitch) % pitch;
   return shift >= channels && pitch - shift >= channels;
-}
-
-void copy_into_view(TensorView& view) {
-  nb::object copy = view.object.attr("clone")();
-  borrow(copy, view);
-  view.owner = std::move(copy);
 }
 
 // x and out where they lie; out may be x itself. Where what is written lies on x in another way, x is copied first.

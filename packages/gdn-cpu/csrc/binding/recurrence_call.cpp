@@ -66,7 +66,8 @@ Sizes check_decode(const DecodeArguments& args, RecurrenceParams& params) {
   return s;
 }
 
-void set_qkv(RecurrenceParams& params, TensorView& q, TensorView& k, TensorView& v) {
+void set_qkv(RecurrenceParams& params, TensorView& q, TensorView& k, TensorView& v, const TensorView& out) {
+  for (TensorView* input : {&q, &k, &v}) keep_from(out, *input);
   params.q = heads_operand(q);
   params.k = heads_operand(k);
   params.v = heads_operand(v);

@@ -26,8 +26,8 @@ void set_raw_gates(RecurrenceParams& params, const Sizes& s, const TensorView& A
 
 Sizes check_decode(const DecodeArguments& args, RecurrenceParams& params);
 
-// Takes q, k and v as they lie, or copies of them; after all checks.
-void set_qkv(RecurrenceParams& params, TensorView& q, TensorView& k, TensorView& v);
+// Takes q, k and v as they lie, or copies of them, also where out lies on them; after all checks.
+void set_qkv(RecurrenceParams& params, TensorView& q, TensorView& k, TensorView& v, const TensorView& out);
 
 // The rows of a call: where each one's tokens and states are. The vectors outlive the kernel.
 struct RowPlan {
