@@ -513,11 +513,12 @@ def test_tensors_without_values(backend, op):
         if isinstance(value, ReplayRecords):
             value = ReplayRecords.from_tensors(*(part.to("meta") for part in vars(value).values()))
         arguments[name] = value.to("meta") if isinstance(value, torch.Tensor) else value
-    with (
-        gdn_core.use_backend(backend),
-        pytest.raises(NotImplementedError, match=r"^\w+: expected .*values, got .* meta"),
-    ):
-        call(op, arguments)
+    for options in [{}, {"output_chunk_states": True}] if op == CHUNK else [{}]:
+        with (
+            gdn_core.use_backend(backend),
+            pytest.raises(NotImplementedError, match=r"^\w+: expected .*values, got .* meta"),
+        ):
+            call(op, arguments | options)
 
 
 @pytest.mark.parametrize(("backend", "op"), params((op, "") for op in gdn_core.OPS))
