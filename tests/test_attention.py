@@ -511,6 +511,37 @@ def test_what_a_forced_backend_declines_changes_nothing(form):
     assert same_bits(held.conv_states, pools[1])
 
 
+@pytest.mark.parametrize("shift", [0, 5, 3 * HV * V])
+@pytest.mark.parametrize("name", ["mixed_qkv", "a", "b", "z"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@IN_BOTH_FORMS
+def test_an_output_on_the_memory_of_an_input(impl, form, dtype, name, shift):
+    """Rows of every kind, of which the first to write do not change what the others read."""
+    rows = [Row(1, (3,)), Row(70, (9,), False), Row(2, (-1,)), Row(66, (11,)), Row(1, (12,)), Row(1, (13,))]
+    tokens = sum(row.length for row in rows)
+    before = cases.randomized(cases.cache(form, dtype=dtype))
+    batch, metadata = cases.random_inputs(tokens, dtype=dtype), cases.metadata_of(rows, form)
+    results = []
+    for held, changes, out in [
+        (cases.clone(before), {}, torch.empty_like(batch.z)),
+        (cases.clone(before), *on_top_of(batch, name, shift)),
+    ]:
+        replace(batch, **changes).run(LAYER, held, metadata, out=out)
+        results.append((out, held))
+    (expected, expected_held), (out, held) = results
+    assert agree(impl, out, expected)
+    for pool, value in cases.pools(expected_held).items():
+        assert agree(impl, cases.pools(held)[pool], value), pool
+
+
+def on_top_of(batch, name, shift):
+    """Return a copy of an input, and an output whose first element is the copy's element `shift`."""
+    value = getattr(batch, name)
+    memory = torch.zeros(max(value.numel(), shift + batch.z.numel()), dtype=value.dtype)
+    copy = memory[: value.numel()].view(value.shape).copy_(value)
+    return {name: copy}, memory[shift : shift + batch.z.numel()].view(batch.z.shape)
+
+
 def test_more_accepted_than_recorded_changes_nothing():
     held = cases.randomized(cases.cache("replay"))
     held.records.live[4] = 2

@@ -115,7 +115,7 @@ def on_top_of(value: Tensor, shape: torch.Size, shift: int) -> tuple[Tensor, Ten
 READ = [
     (op, name)
     for op in gdn_core.OPS
-    for name in ("q", "k", "v", "mixed_qkv", "output_gate")
+    for name in ("q", "k", "v", "mixed_qkv", "output_gate", "g", "beta", "a", "b", "x", "gate")
     if "out" in small_call(op) and name in small_call(op)
 ]
 

@@ -55,9 +55,16 @@ Operand heads_operand(TensorView& view) {
   return {view.data(), *floating_dtype<DType>(view), batch_stride(view, 4), view.stride(-3), view.stride(-2)};
 }
 
-Operand values_operand(const TensorView& view, Name name, Shape shape) {
-  const DType dtype = check_floating(view, name, shape);
+namespace {
+
+Operand values_of(const TensorView& view, DType dtype) {
   return {view.data(), dtype, batch_stride(view, 3), view.stride(-2), view.stride(-1)};
+}
+
+}  // namespace
+
+Operand values_operand(const TensorView& view, Name name, Shape shape) {
+  return values_of(view, check_floating(view, name, shape));
 }
 
 MutableOperand output_operand(const TensorView& view, Name name, Shape shape) {
@@ -109,6 +116,12 @@ void copy_into_view(TensorView& view) {
 
 void keep_from(const TensorView& out, TensorView& input) {
   if (may_overlap(out, input)) copy_into_view(input);
+}
+
+void keep_from(const TensorView& out, TensorView& input, Operand& values) {
+  if (values.data == nullptr || !may_overlap(out, input)) return;
+  copy_into_view(input);
+  values = values_of(input, values.dtype);
 }
 
 // --- indices ---

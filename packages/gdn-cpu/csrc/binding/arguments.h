@@ -47,6 +47,8 @@ bool same_elements(const TensorView& left, const TensorView& right);
 void copy_into_view(TensorView& view);
 // Copies an input that `out` lies on: kernels read it after they have begun to write.
 void keep_from(const TensorView& out, TensorView& input);
+// The same of an input that is an operand of one value a head, or is not there.
+void keep_from(const TensorView& out, TensorView& input, Operand& values);
 
 // --- indices ---
 

@@ -121,7 +121,6 @@ class AttentionPlan {
     params.source = params.destination = states_of(args_.conv_states);
     params.update = ConvolutionUpdate::kRollback;
     params.stream_out = args_.mixed_qkv.numel() * (args_.mixed_qkv.dl.dtype.bits / 8) >= kFewestStreamedBytes;
-    params.x = {args_.mixed_qkv.data(), dtype_, 0, args_.mixed_qkv.stride(0), args_.mixed_qkv.stride(1)};
   }
 
   void check_rows() {
@@ -170,6 +169,9 @@ class AttentionPlan {
   // After all checks.
   void set_operands() {
     RecurrenceParams& steps = call_.steps.params;
+    for (TensorView* input : {&args_.mixed_qkv, &args_.a, &args_.b, &args_.z}) keep_from(args_.out, *input);
+    const TensorView& x = args_.mixed_qkv;
+    call_.steps.convolution.x = {x.data(), dtype_, 0, x.stride(0), x.stride(1)};
     make_unit_stride(args_.a);
     make_unit_stride(args_.b);
     steps.gate = values_operand(args_.a, "a", {s_.tokens, s_.value_heads});

@@ -157,8 +157,10 @@ void rms_norm_gated(TensorView& x, TensorView& gate, TensorView& weight, handle 
   check_unit_stride(out, "out");
   check_separate_elements(out, "out");
   if (!dry_run) {
-    make_unit_stride(x);
-    make_unit_stride(gate);
+    for (TensorView* input : {&x, &gate}) {
+      if (!same_elements(out, *input)) keep_from(out, *input);
+      make_unit_stride(*input);
+    }
   }
   const MergedRows rows(x, gate, out);
   if (!rows.fits()) decline("x: more than four leading dimensions that cannot be merged");

@@ -73,6 +73,11 @@ void set_qkv(RecurrenceParams& params, TensorView& q, TensorView& k, TensorView&
   params.v = heads_operand(v);
 }
 
+void keep_gates(RecurrenceParams& params, TensorView& gate, TensorView& beta, const TensorView& out) {
+  keep_from(out, gate, params.gate);
+  keep_from(out, beta, params.beta);
+}
+
 std::int64_t row_begin(const RowPlan& plan, const RecurrenceParams& params, std::int64_t row) {
   return plan.offsets.empty() ? row * params.tokens_per_sequence : plan.offsets[static_cast<std::size_t>(row)];
 }

@@ -29,6 +29,9 @@ Sizes check_decode(const DecodeArguments& args, RecurrenceParams& params);
 // Takes q, k and v as they lie, or copies of them, also where out lies on them; after all checks.
 void set_qkv(RecurrenceParams& params, TensorView& q, TensorView& k, TensorView& v, const TensorView& out);
 
+// Copies of the gates' inputs where out lies on them; after all checks.
+void keep_gates(RecurrenceParams& params, TensorView& gate, TensorView& beta, const TensorView& out);
+
 // The rows of a call: where each one's tokens and states are. The vectors outlive the kernel.
 struct RowPlan {
   Indices offsets;            // [N + 1], or empty: one batch entry (or one token) a row

@@ -24,6 +24,7 @@ void Decode::run_single(const DecodeArguments& args, const RowArguments& rows, b
   if (dry_run || s.tokens == 0) return;
 
   set_qkv(params, args.q, args.k, args.v, args.out);
+  keep_gates(params, args.a, args.b, args.out);
   if (plan.offsets.empty()) {
     // One token a row: token n of batch 0 is token 0 of batch n.
     params.tokens_per_sequence = 1;
@@ -153,6 +154,7 @@ void borrow_initial_state(TensorView& view, RecurrenceParams& params) {
 
 void run_sequences(SequenceArguments& args, RecurrenceParams& params, RowPlan& plan, const Sizes& s, Method method) {
   set_qkv(params, args.q, args.k, args.v, args.out);
+  keep_gates(params, args.g, args.beta, args.out);
   borrow_initial_state(args.initial_state, params);
   // A sequence without tokens leaves a pool alone, also where it is fresh.
   if (!args.state_indices.is_none()) {

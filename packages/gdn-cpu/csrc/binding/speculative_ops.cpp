@@ -83,6 +83,7 @@ Sizes check_fused(const FusedArguments& args, RecurrenceParams& params, GatedNor
 // q, k and v as parts of mixed_qkv, where it lies or in a copy of it; after all checks.
 void set_fused_operands(const FusedArguments& args, const Sizes& s, RecurrenceParams& params, GatedNorm& norm) {
   for (TensorView* input : {&args.mixed_qkv, &args.output_gate}) keep_from(args.out, *input);
+  keep_gates(params, args.a, args.b, args.out);
   make_unit_stride(args.mixed_qkv);
   const DType dtype = *floating_dtype<DType>(args.mixed_qkv);
   const auto part = [&](std::int64_t channel, std::int64_t head_dim) {
@@ -103,7 +104,10 @@ struct QkvCall {
   Sizes s = check_decode(args, params);
 
   [[nodiscard]] const TensorView& activations() const { return args.q; }
-  void set_operands() { set_qkv(params, args.q, args.k, args.v, args.out); }
+  void set_operands() {
+    set_qkv(params, args.q, args.k, args.v, args.out);
+    keep_gates(params, args.a, args.b, args.out);
+  }
 };
 struct FusedCall {
   const FusedArguments& args;

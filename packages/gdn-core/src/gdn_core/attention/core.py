@@ -45,6 +45,8 @@ class Core(NamedTuple):
 
     def run(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, groups: Sequence[Group], out: Tensor) -> None:
         """Fill ``out``: every row of it."""
+        # A group's outputs must not change the inputs of those after it.
+        mixed_qkv, a, b, z = (x.clone() if _may_overlap(x, out) else x for x in (mixed_qkv, a, b, z))
         convolved = torch.empty_like(mixed_qkv, memory_format=torch.contiguous_format)
         end = 0
         for group in groups:
@@ -104,6 +106,18 @@ class Core(NamedTuple):
         ops.rms_norm_gated(o[0], z, self.norm_weight, self.norm_eps, activation=self.output_gate_activation, out=out)
         if self.records is not None:  # what a slot's last owner recorded is none of this request's
             self.records.reset(group.slots)
+
+
+def _may_overlap(x: Tensor, out: Tensor) -> bool:
+    """Tell whether the memory between the first and last elements of the two meets."""
+    return x.data_ptr() < _end(out) and out.data_ptr() < _end(x)
+
+
+def _end(x: Tensor) -> int:
+    if x.numel() == 0:
+        return x.data_ptr()
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr() + (reach + 1) * x.element_size()
 
 
 def split_heads(
