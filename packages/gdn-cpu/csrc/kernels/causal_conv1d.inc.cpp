@@ -11,7 +11,8 @@
 // bias and adds the oldest tap first, by fma, whichever way: the values are the same. A few tokens on a packed state of
 // the same dtype, as in decode, have loops of their own. SiLU that is stored as bfloat16 is computed within 2^-12.6.
 // Bound by arithmetic, that of SiLU: multiply-adds, multiplications and the reciprocal of a value share the ports of
-// one vector a cycle, 9 of them for width 4. Beyond the caches by memory too, to which y goes past them.
+// one vector a cycle, 9 of them for width 4. Beyond the caches y goes past them, which overlaps with arithmetic as long
+// as that never waits for its own results: where registers allow, three tokens are under way at once.
 #include "convolution_state.h"
 #include "kernels.h"
 #include "simd/columns.h"
@@ -23,11 +24,35 @@ namespace {
 constexpr std::int64_t kMaxHistory = kMaxConvolutionWidth - 1;
 constexpr std::int64_t kTokensPerPass = 8;  // the rows of x that are read side by side
 
+// Of two vectors of bfloat16, one has the channels at even places and the other those at odd ones, where that is
+// cheaper to load and to store.
+template <class T>
+constexpr bool kSplits = requires(T* to, Vec x) { stream_coarse_split(to, x, x); };
+
 // fp32 copies of what belongs to the channels of the call.
 struct Filter {
   alignas(kScratchAlignment) float tap[kMaxConvolutionWidth][kConvolutionChannels];
   alignas(kScratchAlignment) float bias[kConvolutionChannels];
+  bool is_split = false;  // in which order the channels of two vectors are
 };
+
+// Brings the first n channels into the one or the other.
+template <class V = Vec>
+void order_channels(Filter& filter, int width, std::int64_t n, bool is_split) {
+  if constexpr (kSplits<BFloat16>) {
+    if (filter.is_split == is_split) return;
+    filter.is_split = is_split;
+    for (int j = 0; j <= width; ++j) {
+      float* const values = j < width ? filter.tap[j] : filter.bias;
+      for (std::int64_t c = 0; c + 2 * kLanes <= n; c += 2 * kLanes) {
+        V a = load(values + c), b = load(values + c + kLanes);
+        is_split ? split(a, b) : join(a, b);
+        store(values + c, a);
+        store(values + c + kLanes, b);
+      }
+    }
+  }
+}
 
 struct History {
   alignas(kScratchAlignment) float input[kMaxHistory][kConvolutionChannels];
@@ -231,7 +256,7 @@ __attribute__((noinline)) void convolve_passes(const Channels& channels, const F
   }
 }
 
-// --- the same, to memory instead of the caches ---
+// --- the same where there are registers for several tokens ---
 
 // Whether the rows of y start on cache lines, where streamed stores exist.
 template <class T>
@@ -243,6 +268,118 @@ GDN_INLINE bool can_stream(const ConvolutionParams& p, const T* out) {
     return false;
   }
 }
+
+constexpr bool kHasTiles = kSplits<BFloat16>;
+// Rows of x and y side by side. Of more rows, streamed stores would be slower than ordinary ones.
+constexpr std::int64_t kTokensPerTile = 4;
+
+template <class T>
+GDN_INLINE void load_two(const T* from, Vec (&x)[2]) {
+  if constexpr (kSplits<T>) {
+    load_split(from, x[0], x[1]);
+  } else {
+    for (int v = 0; v < 2; ++v) x[v] = load(from + v * kLanes);
+  }
+}
+template <bool kSilu, bool kStreams, class T>
+GDN_INLINE void store_two(T* to, const Vec (&y)[2]) {
+  if constexpr (kIsCoarse<kSilu, T>) {
+    kStreams ? stream_coarse_split(to, y[0], y[1]) : store_coarse_split(to, y[0], y[1]);
+  } else if constexpr (kSplits<T>) {
+    kStreams ? stream_split(to, y[0], y[1]) : store_split(to, y[0], y[1]);
+  } else if constexpr (kStreams) {
+    stream_pair(to, y[0], y[1]);
+  } else {
+    for (int v = 0; v < 2; ++v) store(to + v * kLanes, y[v]);
+  }
+}
+
+// Tokens that are not finished: of one there are the sums, of the one before it the activation is half done.
+template <class T>
+struct Pipeline {
+  Vec sums[2], begun[2], power[2];
+  T* sums_to;
+  T* begun_to;
+};
+
+// The sums of the next token come in while those before wait for their own results.
+template <bool kSilu, bool kStreams, class T>
+GDN_INLINE void push_sums(Pipeline<T>& line, const Vec (&next)[2], T* to) {
+  Vec power[2];
+  if constexpr (kIsCoarse<kSilu, T>) {
+    begin_coarse_silu(line.sums, power);
+    finish_coarse_silu(line.begun, line.power);
+  } else {
+    activate<kSilu, T>(line.sums);
+  }
+  store_two<kSilu, kStreams>(line.begun_to, line.begun);
+  for (int v = 0; v < 2; ++v) {
+    line.begun[v] = line.sums[v];
+    line.sums[v] = next[v];
+    if constexpr (kIsCoarse<kSilu, T>) line.power[v] = power[v];
+  }
+  line.begun_to = line.sums_to;
+  line.sums_to = to;
+}
+
+// Tokens [begin, end), a few of all channels after a few. y is not x.
+template <int kWidth, bool kSilu, bool kStreams, class T>
+__attribute__((noinline)) void convolve_tiles(const PackedChannels<T>& at, const Filter& filter, const History* history,
+                                              std::int64_t begin, std::int64_t end, std::int64_t channel_begin,
+                                              std::int64_t channel_end) {
+  constexpr std::int64_t kStep = 2 * kLanes;
+  alignas(kCacheLine) T nowhere[kStep];  // what leaves the pipeline before anything has entered it
+  Pipeline<T> line{{zero(), zero()}, {zero(), zero()}, {zero(), zero()}, nowhere, nowhere};
+  const auto convolve_pair = [&](auto count, std::int64_t t, std::int64_t channel) __attribute__((always_inline)) {
+    const std::int64_t local = channel - channel_begin;
+    const T* const x = at.x + t * at.x_token_stride + channel;
+    T* const out = at.out + t * at.out_token_stride + channel;
+    Vec tap[kWidth][2], window[kWidth][2];
+    for (int j = 0; j < kWidth; ++j) {
+      for (int v = 0; v < 2; ++v) tap[j][v] = load(filter.tap[j] + local + v * kLanes);
+    }
+    for (int j = 0; j < kWidth - 1; ++j) {
+      if (t != begin || history == nullptr) {
+        load_two(x + (j - (kWidth - 1)) * at.x_token_stride, window[j]);
+      } else {
+        for (int v = 0; v < 2; ++v) window[j][v] = load(history->input[j] + local + v * kLanes);
+        if constexpr (kSplits<T>) split(window[j][0], window[j][1]);
+      }
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      load_two(x + i * at.x_token_stride, window[kWidth - 1]);
+      if (t + count < end) __builtin_prefetch(x + (i + count) * at.x_token_stride, 0, 2);
+      Vec y[2];
+      for (int v = 0; v < 2; ++v) y[v] = load(filter.bias + local + v * kLanes);
+      for (int j = 0; j < kWidth; ++j) {
+        for (int v = 0; v < 2; ++v) y[v] = fma(window[j][v], tap[j][v], y[v]);
+      }
+      for (int j = 0; j < kWidth - 1; ++j) {
+        for (int v = 0; v < 2; ++v) window[j][v] = window[j + 1][v];
+      }
+      push_sums<kSilu, kStreams>(line, y, out + i * at.out_token_stride);
+    }
+  };
+  for (std::int64_t t = begin; t < end; t += kTokensPerTile) {
+    std::int64_t channel = channel_begin;
+    if (end - t >= kTokensPerTile) {
+      for (; channel + kStep <= channel_end; channel += kStep) {
+        convolve_pair(std::integral_constant<std::int64_t, kTokensPerTile>{}, t, channel);
+      }
+    } else {
+      for (; channel + kStep <= channel_end; channel += kStep) convolve_pair(end - t, t, channel);
+    }
+  }
+  for (int i = 0; i < 2; ++i) push_sums<kSilu, kStreams>(line, line.sums, nowhere);
+  if constexpr (kStreams) stream_fence();
+  for (std::int64_t channel = channel_end - (channel_end - channel_begin) % kStep; channel < channel_end;
+       channel += kLanes) {
+    convolve_vectors<kWidth, kSilu, 1>(at, filter, history, begin, end, channel, channel - channel_begin,
+                                       channel_end - channel, false);
+  }
+}
+
+// --- the same, to memory instead of the caches ---
 
 // Rows of y of one pass, on their way from where they were put together to memory.
 template <class T>
@@ -362,24 +499,33 @@ __attribute__((noinline)) void convolve_tokens(const ConvolutionParams& p, const
 // --- one piece ---
 
 template <int kWidth, bool kSilu, class T>
-void convolve_typed(const ConvolutionParams& p, const ConvolutionPiece& piece, const T* x, T* out, const Filter& filter,
+void convolve_typed(const ConvolutionParams& p, const ConvolutionPiece& piece, const T* x, T* out, Filter& filter,
                     const History* history, std::int64_t channel_begin, std::int64_t channel_end) {
   if (p.x.head_stride == 1 && p.out.head_stride == 1) {
     const PackedChannels<T> channels{x, out, p.x.token_stride, p.out.token_stride};
-    if (can_stream(p, out + channel_begin)) {
+    const bool streams = can_stream(p, out + channel_begin);
+    if constexpr (kHasTiles) {
+      if (!p.in_place) {
+        order_channels(filter, kWidth, channel_end - channel_begin, kSplits<T>);
+        const auto run = streams ? convolve_tiles<kWidth, kSilu, true, T> : convolve_tiles<kWidth, kSilu, false, T>;
+        return run(channels, filter, history, piece.begin, piece.end, channel_begin, channel_end);
+      }
+    } else if (streams) {
       return convolve_streamed<kWidth, kSilu>(channels, filter, history, piece.begin, piece.end, channel_begin,
                                               channel_end);
     }
+    order_channels(filter, kWidth, channel_end - channel_begin, false);
     convolve_passes<kWidth, kSilu>(channels, filter, history, p.in_place, piece.begin, piece.end, channel_begin,
                                    channel_end);
   } else {
+    order_channels(filter, kWidth, channel_end - channel_begin, false);
     convolve_tokens<kWidth, kSilu>(p, piece, x, out, filter, history, channel_begin, channel_end);
   }
 }
 
 template <int kWidth, bool kSilu>
-void convolve_piece(const ConvolutionParams& p, const ConvolutionPiece& piece, const Filter& filter,
-                    const History* history, std::int64_t channel_begin, std::int64_t channel_end) {
+void convolve_piece(const ConvolutionParams& p, const ConvolutionPiece& piece, Filter& filter, const History* history,
+                    std::int64_t channel_begin, std::int64_t channel_end) {
   const std::int64_t x_offset = piece.row->batch * p.x.batch_stride;
   const std::int64_t out_offset = piece.row->batch * p.out.batch_stride;
   const bool packed_channels = p.x.head_stride == 1 && p.out.head_stride == 1;
@@ -390,6 +536,7 @@ void convolve_piece(const ConvolutionParams& p, const ConvolutionPiece& piece, c
                                     history, channel_begin, channel_end);
     });
   }
+  order_channels(filter, kWidth, channel_end - channel_begin, false);
   const ScatteredChannels channels{{p.x.data, p.x.dtype, p.x.head_stride, x_offset},
                                    {p.out.data, p.out.dtype, p.out.head_stride, out_offset},
                                    p.x.token_stride,
@@ -683,7 +830,8 @@ std::int64_t count_alike(StepKind layout, StepKind kind, const ConvolutionPiece*
 
 template <int kWidth, bool kSilu>
 void take_steps(const ConvolutionParams& p, StepKind kind, const ConvolutionPiece* pieces, std::int64_t num_rows,
-                const Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
+                Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
+  order_channels(filter, kWidth, channel_end - channel_begin, false);
   with_dtype(p.out.dtype, p.out.data, [&]<class T>(T* out) {
     const auto run = [&]<StepKind kKind>() {
       step_rows<kKind, kWidth, kSilu>(p, pieces, num_rows, static_cast<const T*>(p.x.data), out, filter, channel_begin,
@@ -704,7 +852,7 @@ void take_steps(const ConvolutionParams& p, StepKind kind, const ConvolutionPiec
 
 template <int kWidth, bool kSilu>
 void convolve_pieces(const ConvolutionParams& p, const ConvolutionPiece* pieces, std::int64_t num_pieces,
-                     const Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
+                     Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
   const std::int64_t n = channel_end - channel_begin;
   const StepKind layout = step_layout(p);
   History history;

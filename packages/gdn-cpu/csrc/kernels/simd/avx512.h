@@ -282,6 +282,24 @@ GDN_INLINE void store_coarse_pair(BFloat16* p, Vec a, Vec b) {
 GDN_INLINE void stream_pair(BFloat16* p, Vec a, Vec b) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), narrow_pair(a, b));
 }
+GDN_INLINE void stream_pair(Float16* p, Vec a, Vec b) {
+  const __m512i low = _mm512_castsi256_si512(narrow(a, Float16{}));
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_inserti64x4(low, narrow(b, Float16{}), 1));
+}
+GDN_INLINE void stream_pair(float* p, Vec a, Vec b) {
+  stream(p, a);
+  stream(p + kLanes, b);
+}
+// Of even and odd ones.
+GDN_INLINE __m512i narrow_coarse_split(Vec even, Vec odd) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(round_coarsely(even), 16), round_coarsely(odd));
+}
+GDN_INLINE void store_coarse_split(BFloat16* p, Vec even, Vec odd) {
+  _mm512_storeu_si512(p, narrow_coarse_split(even, odd));
+}
+GDN_INLINE void stream_coarse_split(BFloat16* p, Vec even, Vec odd) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), narrow_coarse_split(even, odd));
+}
 
 GDN_INLINE Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 GDN_INLINE Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -301,9 +319,10 @@ GDN_INLINE Vec scale_by_power_of_two(Vec x, Vec n) { return {_mm512_scalef_ps(x.
 // silu(x) from t = c x for results that are stored as bfloat16: within 2^-12.6 of it, where it is above 1e-36. With
 // c = -log2(e) / 2, x / (1 + exp(-x)) = t / (c + c 4^t), and t is finite wherever x is.
 constexpr float kCoarseSiluScale = -0x1.715476p-1f;
-// Step by step for all of them: one after the other, they would wait for their own results.
+// Step by step for all of them: one after the other, they would wait for their own results. In two halves, between
+// which other work may come: `power` is for the second one.
 template <int kCount>
-GDN_INLINE void coarse_silu(Vec (&t)[kCount]) {
+GDN_INLINE void begin_coarse_silu(const Vec (&t)[kCount], Vec (&power)[kCount]) {
   __m512 f[kCount], p[kCount];
   // t less the halves in it; 0 for infinite t.
   for (int i = 0; i < kCount; ++i) f[i] = _mm512_reduce_ps(t[i].v, 0x10 | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -311,11 +330,21 @@ GDN_INLINE void coarse_silu(Vec (&t)[kCount]) {
     p[i] = _mm512_fmadd_ps(_mm512_set1_ps(-0.450262355f), f[i], _mm512_set1_ps(-0.65229192f));
   }
   for (int i = 0; i < kCount; ++i) p[i] = _mm512_fmadd_ps(p[i], f[i], _mm512_set1_ps(-1.00387553f));
-  for (int i = 0; i < kCount; ++i) p[i] = _mm512_fmadd_ps(p[i], f[i], _mm512_set1_ps(-0.721293551f));
+  for (int i = 0; i < kCount; ++i) power[i] = {_mm512_fmadd_ps(p[i], f[i], _mm512_set1_ps(-0.721293551f))};
+}
+template <int kCount>
+GDN_INLINE void finish_coarse_silu(Vec (&t)[kCount], const Vec (&power)[kCount]) {
+  __m512 p[kCount];
   // c 4^t: the exponent is rounded down by the instruction itself.
-  for (int i = 0; i < kCount; ++i) p[i] = _mm512_scalef_ps(p[i], _mm512_add_ps(t[i].v, t[i].v));
+  for (int i = 0; i < kCount; ++i) p[i] = _mm512_scalef_ps(power[i].v, _mm512_add_ps(t[i].v, t[i].v));
   for (int i = 0; i < kCount; ++i) p[i] = _mm512_rcp14_ps(_mm512_add_ps(p[i], _mm512_set1_ps(kCoarseSiluScale)));
   for (int i = 0; i < kCount; ++i) t[i] = {_mm512_mul_ps(t[i].v, p[i])};
+}
+template <int kCount>
+GDN_INLINE void coarse_silu(Vec (&t)[kCount]) {
+  Vec power[kCount];
+  begin_coarse_silu(t, power);
+  finish_coarse_silu(t, power);
 }
 
 GDN_INLINE Mask less(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
