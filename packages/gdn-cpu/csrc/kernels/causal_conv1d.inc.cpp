@@ -273,16 +273,8 @@ constexpr bool kHasTiles = kSplits<BFloat16>;
 // Rows of x and y side by side. Of more rows, streamed stores would be slower than ordinary ones.
 constexpr std::int64_t kTokensPerTile = 4;
 
-template <class T>
-GDN_INLINE void load_two(const T* from, Vec (&x)[2]) {
-  if constexpr (kSplits<T>) {
-    load_split(from, x[0], x[1]);
-  } else {
-    for (int v = 0; v < 2; ++v) x[v] = load(from + v * kLanes);
-  }
-}
 template <bool kSilu, bool kStreams, class T>
-GDN_INLINE void store_two(T* to, const Vec (&y)[2]) {
+GDN_INLINE void store_out_pair(T* to, const Vec (&y)[2]) {
   if constexpr (kIsCoarse<kSilu, T>) {
     kStreams ? stream_coarse_split(to, y[0], y[1]) : store_coarse_split(to, y[0], y[1]);
   } else if constexpr (kSplits<T>) {
@@ -302,6 +294,12 @@ struct Pipeline {
   T* begun_to;
 };
 
+// What leaves before anything has entered goes to `nowhere`, two vectors.
+template <class T>
+GDN_INLINE Pipeline<T> empty_pipeline(T* nowhere) {
+  return {{zero(), zero()}, {zero(), zero()}, {zero(), zero()}, nowhere, nowhere};
+}
+
 // The sums of the next token come in while those before wait for their own results.
 template <bool kSilu, bool kStreams, class T>
 GDN_INLINE void push_sums(Pipeline<T>& line, const Vec (&next)[2], T* to) {
@@ -312,7 +310,7 @@ GDN_INLINE void push_sums(Pipeline<T>& line, const Vec (&next)[2], T* to) {
   } else {
     activate<kSilu, T>(line.sums);
   }
-  store_two<kSilu, kStreams>(line.begun_to, line.begun);
+  store_out_pair<kSilu, kStreams>(line.begun_to, line.begun);
   for (int v = 0; v < 2; ++v) {
     line.begun[v] = line.sums[v];
     line.sums[v] = next[v];
@@ -328,8 +326,8 @@ __attribute__((noinline)) void convolve_tiles(const PackedChannels<T>& at, const
                                               std::int64_t begin, std::int64_t end, std::int64_t channel_begin,
                                               std::int64_t channel_end) {
   constexpr std::int64_t kStep = 2 * kLanes;
-  alignas(kCacheLine) T nowhere[kStep];  // what leaves the pipeline before anything has entered it
-  Pipeline<T> line{{zero(), zero()}, {zero(), zero()}, {zero(), zero()}, nowhere, nowhere};
+  alignas(kCacheLine) T nowhere[kStep];
+  Pipeline<T> line = empty_pipeline(nowhere);
   const auto convolve_pair = [&](auto count, std::int64_t t, std::int64_t channel) __attribute__((always_inline)) {
     const std::int64_t local = channel - channel_begin;
     const T* const x = at.x + t * at.x_token_stride + channel;
@@ -340,15 +338,18 @@ __attribute__((noinline)) void convolve_tiles(const PackedChannels<T>& at, const
     }
     for (int j = 0; j < kWidth - 1; ++j) {
       if (t != begin || history == nullptr) {
-        load_two(x + (j - (kWidth - 1)) * at.x_token_stride, window[j]);
+        widen_two(load_two(x + (j - (kWidth - 1)) * at.x_token_stride), window[j]);
       } else {
         for (int v = 0; v < 2; ++v) window[j][v] = load(history->input[j] + local + v * kLanes);
         if constexpr (kSplits<T>) split(window[j][0], window[j][1]);
       }
     }
     for (std::int64_t i = 0; i < count; ++i) {
-      load_two(x + i * at.x_token_stride, window[kWidth - 1]);
-      if (t + count < end) __builtin_prefetch(x + (i + count) * at.x_token_stride, 0, 2);
+      widen_two(load_two(x + i * at.x_token_stride), window[kWidth - 1]);
+      if (t + count < end) {
+        __builtin_prefetch(x + (i + count) * at.x_token_stride, 0, 2);
+        if constexpr (!kStreams) __builtin_prefetch(out + (i + count) * at.out_token_stride, 1, 2);
+      }
       Vec y[2];
       for (int v = 0; v < 2; ++v) y[v] = load(filter.bias + local + v * kLanes);
       for (int j = 0; j < kWidth; ++j) {
@@ -664,6 +665,24 @@ GDN_INLINE void store_step(T* to, const Vec (&y)[kVectors], std::int64_t n) {
   }
 }
 
+// The same in the order of a filter that is split where it can be.
+template <int kVectors, class T>
+GDN_INLINE void load_ordered(const T* from, Vec (&x)[kVectors], std::int64_t n) {
+  if constexpr (kVectors == 2 && kSplits<T>) {
+    widen_two(load_two(from), x);
+  } else {
+    load_vectors(from, x, n);
+  }
+}
+template <bool kSilu, int kVectors, class T>
+GDN_INLINE void store_ordered(T* to, const Vec (&y)[kVectors], std::int64_t n) {
+  if constexpr (kVectors == 2 && kSplits<T>) {
+    store_out_pair<kSilu, false>(to, y);
+  } else {
+    store_step<kSilu>(to, y, n);
+  }
+}
+
 // The filter of kVectors vectors of channels.
 template <int kWidth, int kVectors>
 struct Taps {
@@ -704,7 +723,7 @@ GDN_INLINE void step_token(const Step<kWidth, T>& step, const Taps<kWidth, kVect
   store_step<kSilu>(step.out + channel, y, n);
 }
 
-// Several tokens, the same way.
+// Several tokens, the same way, but the channels of two vectors of bfloat16 are split where the filter is.
 template <int kWidth, bool kSilu, int kVectors, class T>
 GDN_INLINE void step_tokens(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel, std::int64_t local,
                             std::int64_t n) {
@@ -712,7 +731,11 @@ GDN_INLINE void step_tokens(const Step<kWidth, T>& step, const Filter& filter, s
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t c = v * kLanes;
     for (int j = 0; j < kWidth; ++j) tap[v][j] = load(filter.tap[j] + local + c);
-    for (int j = 0; j < kWidth - 1; ++j) window[v][j] = load_up_to(step.history[j] + channel + c, n - c);
+  }
+  Vec x[kVectors];
+  for (int j = 0; j < kWidth - 1; ++j) {
+    load_ordered(step.history[j] + channel, x, n);
+    for (int v = 0; v < kVectors; ++v) window[v][j] = x[v];
   }
   for (std::int64_t column = 0; column < step.num_columns; ++column) {
     const std::int64_t joined = column + step.dropped;
@@ -721,10 +744,10 @@ GDN_INLINE void step_tokens(const Step<kWidth, T>& step, const Filter& filter, s
   }
   for (std::int64_t t = 0; t < step.num_tokens; ++t) {
     Vec y[kVectors];
+    load_ordered(step.x + t * step.x_token_stride + channel, x, n);
     for (int v = 0; v < kVectors; ++v) {
-      const std::int64_t c = v * kLanes;
-      window[v][kWidth - 1] = load_up_to(step.x + t * step.x_token_stride + channel + c, n - c);
-      y[v] = load(filter.bias + local + c);
+      window[v][kWidth - 1] = x[v];
+      y[v] = load(filter.bias + local + v * kLanes);
     }
     for (int j = 0; j < kWidth; ++j) {
       for (int v = 0; v < kVectors; ++v) y[v] = fma(window[v][j], tap[v][j], y[v]);
@@ -733,7 +756,7 @@ GDN_INLINE void step_tokens(const Step<kWidth, T>& step, const Filter& filter, s
       for (int j = 0; j < kWidth - 1; ++j) window[v][j] = window[v][j + 1];
     }
     activate<kSilu, T>(y);
-    store_step<kSilu>(step.out + t * step.out_token_stride + channel, y, n);
+    store_ordered<kSilu>(step.out + t * step.out_token_stride + channel, y, n);
   }
 }
 
@@ -772,6 +795,70 @@ GDN_INLINE void step_vectors(const Step<kWidth, T>& step, const Filter& filter, 
   } else {
     step_interleaved<kWidth, kSilu, kVectors>(step, filter, channel, local, n);
   }
+}
+
+// Where an operand of rows of one token begins, and where history and columns of their states do.
+template <class T>
+struct RowPointers {
+  const T* x;
+  T* out;
+  T* history;
+  T* columns;
+};
+template <class T>
+GDN_INLINE RowPointers<T> row_pointers(const ConvolutionParams& p, const ConvolutionRow& row, const T* x, T* out,
+                                       std::int64_t channel) {
+  T* const columns = static_cast<T*>(p.destination.data) + row.destination * p.destination.slot_stride + channel;
+  return {x + row.batch * p.x.batch_stride + row.begin * p.x.token_stride + channel,
+          out + row.batch * p.out.batch_stride + row.begin * p.out.token_stride + channel,
+          columns + row.first_column * p.destination.column_stride, columns};
+}
+
+// StepKind::kToken where there are registers for several tokens: two vectors of channels of one row after the other.
+template <int kWidth, bool kSilu, bool kHasBias, class T>
+__attribute__((noinline)) void step_tokens_deep(const ConvolutionParams& p, const ConvolutionPiece* pieces,
+                                                std::int64_t num_rows, const T* x, T* out, const Filter& filter,
+                                                std::int64_t channel_begin, std::int64_t channel_end) {
+  constexpr std::int64_t kStep = 2 * kLanes;
+  const std::int64_t stride = p.destination.column_stride;
+  const std::int64_t whole = (channel_end - channel_begin) / kStep * kStep;
+  alignas(kCacheLine) T nowhere[kStep];
+  Pipeline<T> line = empty_pipeline(nowhere);
+  for (std::int64_t i = 0; i < num_rows; ++i) {
+    const ConvolutionRow& row = *pieces[i].row;
+    RowPointers<T> at = row_pointers(p, row, x, out, channel_begin);
+    // The next row lies somewhere else in the pool: the processor would see it coming only when it is read.
+    const RowPointers<T> next = row_pointers(p, *pieces[min_of(i + 1, num_rows - 1)].row, x, out, channel_begin);
+    const std::int64_t next_x = next.x - at.x, next_out = next.out - at.out, next_history = next.history - at.history;
+    const std::int64_t moved_by = at.columns - at.history;
+    for (std::int64_t c = 0; c < whole; c += kStep) {
+      __builtin_prefetch(at.x + next_x, 0, 2);
+      __builtin_prefetch(at.out + next_out, 0, 2);
+      for (int j = 0; j < kWidth - 1; ++j) __builtin_prefetch(at.history + next_history + j * stride, 0, 2);
+      decltype(load_two(x)) input[kWidth];
+      for (int j = 0; j < kWidth - 1; ++j) input[j] = load_two(at.history + j * stride);
+      input[kWidth - 1] = load_two(at.x);
+      Vec y[2];
+      for (int v = 0; v < 2; ++v) y[v] = kHasBias ? load(filter.bias + c + v * kLanes) : zero();
+      for (int j = 0; j < kWidth; ++j) {
+        Vec values[2];
+        widen_two(input[j], values);
+        for (int v = 0; v < 2; ++v) y[v] = fma(values[v], load(filter.tap[j] + c + v * kLanes), y[v]);
+      }
+      // After all is read: columns are often a multiple of 4 KiB apart, and a load so far from a store waits for it.
+      for (int j = 0; j < kWidth - 1; ++j) store_two(at.history + moved_by + j * stride, input[j + 1]);
+      push_sums<kSilu, false>(line, y, at.out);
+      at.x += kStep;
+      at.out += kStep;
+      at.history += kStep;
+    }
+    const Step<kWidth, T> step = step_of<kWidth>(p, row, x, out);
+    for (std::int64_t c = whole; c < channel_end - channel_begin; c += kLanes) {
+      const std::int64_t channel = channel_begin + c;
+      step_token<kWidth, kSilu>(step, taps_at<kWidth, 1>(filter, c), channel, channel_end - channel);
+    }
+  }
+  for (int i = 0; i < 2; ++i) push_sums<kSilu, false>(line, line.sums, nowhere);
 }
 
 // `num_rows` rows that all take this loop.
@@ -831,8 +918,8 @@ std::int64_t count_alike(StepKind layout, StepKind kind, const ConvolutionPiece*
 template <int kWidth, bool kSilu>
 void take_steps(const ConvolutionParams& p, StepKind kind, const ConvolutionPiece* pieces, std::int64_t num_rows,
                 Filter& filter, std::int64_t channel_begin, std::int64_t channel_end) {
-  order_channels(filter, kWidth, channel_end - channel_begin, false);
   with_dtype(p.out.dtype, p.out.data, [&]<class T>(T* out) {
+    order_channels(filter, kWidth, channel_end - channel_begin, kSplits<T> && kind != StepKind::kInterleaved);
     const auto run = [&]<StepKind kKind>() {
       step_rows<kKind, kWidth, kSilu>(p, pieces, num_rows, static_cast<const T*>(p.x.data), out, filter, channel_begin,
                                       channel_end);
@@ -843,7 +930,13 @@ void take_steps(const ConvolutionParams& p, StepKind kind, const ConvolutionPiec
     } else if (kind == StepKind::kInterleaved) {
       run.template operator()<StepKind::kInterleaved>();
     } else if (kind == StepKind::kToken) {
-      run.template operator()<StepKind::kToken>();
+      if constexpr (kHasTiles) {
+        const auto run_deep = p.bias.data != nullptr ? step_tokens_deep<kWidth, kSilu, true, T>
+                                                     : step_tokens_deep<kWidth, kSilu, false, T>;
+        run_deep(p, pieces, num_rows, static_cast<const T*>(p.x.data), out, filter, channel_begin, channel_end);
+      } else {
+        run.template operator()<StepKind::kToken>();
+      }
     } else {
       run.template operator()<StepKind::kTokens>();
     }
@@ -896,9 +989,21 @@ GDN_INLINE void load_taps(const T* weight, Vec scale, Vec (&tap)[kWidth]) {
   }
 }
 
-template <int kWidth, class T>
+template <int kWidth, class V = Vec, class T>
 GDN_INLINE std::int64_t load_interleaved_taps(const T* weight, Vec scale, std::int64_t n, Filter& filter) {
   std::int64_t c = 0;
+  if constexpr (kSplits<BFloat16>) {
+    for (; filter.is_split && c + 2 * kLanes <= n; c += 2 * kLanes) {
+      V even[kWidth], odd[kWidth];
+      load_taps<kWidth>(weight + c * kWidth, scale, even);
+      load_taps<kWidth>(weight + (c + kLanes) * kWidth, scale, odd);
+      for (int j = 0; j < kWidth; ++j) {
+        split(even[j], odd[j]);
+        store(filter.tap[j] + c, even[j]);
+        store(filter.tap[j] + c + kLanes, odd[j]);
+      }
+    }
+  }
   for (; c + kLanes <= n; c += kLanes) {
     Vec tap[kWidth];
     load_taps<kWidth>(weight + c * kWidth, scale, tap);
@@ -915,10 +1020,18 @@ GDN_INLINE bool has_interleaved_taps(const ConvolutionParams& p) {
   return p.weight_tap_stride == 1 && p.weight_channel_stride == p.width;
 }
 
+// Whether most loops have the filter split for such a call, so that it is loaded like that.
+bool likes_split(const ConvolutionParams& p) {
+  const bool is_packed = p.x.head_stride == 1 && p.out.head_stride == 1;
+  const bool is_bfloat16 = p.x.dtype == DType::kBFloat16 && p.out.dtype == DType::kBFloat16;
+  return kSplits<BFloat16> && is_packed && is_bfloat16 && step_layout(p) != StepKind::kInterleaved;
+}
+
 template <int kWidth>
 void load_filter(const ConvolutionParams& p, std::int64_t channel, std::int64_t n, Filter& filter) {
   const Vec scale = filter_scale(p);
   std::int64_t done = 0;
+  filter.is_split = likes_split(p) && has_interleaved_taps(p) && p.bias.data == nullptr;
   if (has_interleaved_taps(p)) {
     with_dtype(p.weight_dtype, p.weight, [&](auto* weight) {
       done = load_interleaved_taps<kWidth>(weight + channel * kWidth, scale, n, filter);

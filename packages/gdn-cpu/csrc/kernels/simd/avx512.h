@@ -226,11 +226,11 @@ GDN_INLINE __m512i narrow_pair(Vec a, Vec b) {
 GDN_INLINE void store_pair(BFloat16* p, Vec a, Vec b) { _mm512_storeu_si512(p, narrow_pair(a, b)); }
 
 // Of 2 kLanes in a row, those at even places and those at odd ones: cheaper to load and to store than halves.
-GDN_INLINE void load_split(const BFloat16* p, Vec& even, Vec& odd) {
-  const __m512i words = _mm512_loadu_si512(p);
+GDN_INLINE void widen_split(__m512i words, Vec& even, Vec& odd) {
   even = {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
   odd = {_mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(-0x10000)))};
 }
+GDN_INLINE void load_split(const BFloat16* p, Vec& even, Vec& odd) { widen_split(_mm512_loadu_si512(p), even, odd); }
 GDN_INLINE __m512i narrow_split(Vec even, Vec odd) {
 #if defined(__AVX512BF16__)
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -245,6 +245,32 @@ GDN_INLINE __m512i narrow_split(Vec even, Vec odd) {
 GDN_INLINE void store_split(BFloat16* p, Vec even, Vec odd) { _mm512_storeu_si512(p, narrow_split(even, odd)); }
 GDN_INLINE void stream_split(BFloat16* p, Vec even, Vec odd) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), narrow_split(even, odd));
+}
+// 2 kLanes in a row as they lie in memory, of which bfloat16 is split when it is widened.
+template <class T>
+struct TwoVectors {
+  __m512i part[sizeof(T) / 2];
+};
+template <class T>
+GDN_INLINE TwoVectors<T> load_two(const T* p) {
+  TwoVectors<T> x;
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
+    x.part[i] = _mm512_loadu_si512(p + i * kLanes);
+    __asm__("" : "+v"(x.part[i]));  // left alone, the compiler loads it again for each use
+  }
+  return x;
+}
+template <class T>
+GDN_INLINE void store_two(T* p, const TwoVectors<T>& x) {
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) _mm512_storeu_si512(p + i * kLanes, x.part[i]);
+}
+GDN_INLINE void widen_two(const TwoVectors<BFloat16>& x, Vec (&y)[2]) { widen_split(x.part[0], y[0], y[1]); }
+GDN_INLINE void widen_two(const TwoVectors<Float16>& x, Vec (&y)[2]) {
+  y[0] = widen(_mm512_castsi512_si256(x.part[0]), Float16{});
+  y[1] = widen(_mm512_extracti64x4_epi64(x.part[0], 1), Float16{});
+}
+GDN_INLINE void widen_two(const TwoVectors<float>& x, Vec (&y)[2]) {
+  for (int v = 0; v < 2; ++v) y[v] = {_mm512_castsi512_ps(x.part[v])};
 }
 // The same of two vectors, and back.
 GDN_INLINE void split(Vec& a, Vec& b) {
