@@ -389,6 +389,26 @@ def test_a_row_alone_is_as_among_others(native_impl: Implementation, C: int, W: 
             assert same_bits(alone, together)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_rows_of_every_length_in_one_call(
+    native_impl: Implementation, has_bias: bool, layout: Callable[[Tensor], Tensor]
+) -> None:
+    """Single tokens, a few and many in turn: each row is as it is alone."""
+    lengths, C = [1, 1, 70, 1, 5, 64, 2, 1, 67, 1], 97
+    for dtype in FLOATS:
+        arguments, _ = inputs.conv_fn_arguments(lengths, C, 4, has_bias=has_bias, dtype=dtype)
+        arguments |= {"cache_indices": torch.arange(10), "has_initial_state": torch.ones(10, dtype=torch.bool)}
+        arguments["conv_states"] = layout(arguments["conv_states"])
+        alone = clone(arguments)
+        y = gdn_core.causal_conv1d_fn(**arguments)
+        for n, x in enumerate(alone["x"].split(lengths, dim=1)):
+            row = {"x": x, "query_start_loc": inputs.offsets([lengths[n]]), "cache_indices": torch.tensor([n])}
+            part = gdn_core.causal_conv1d_fn(**alone | row | {"has_initial_state": torch.ones(1, dtype=torch.bool)})
+            assert same_bits(part, y.split(lengths, dim=1)[n])
+        assert same_bits(arguments["conv_states"], alone["conv_states"])
+
+
 # --- how the work is shared out ---------------------------------------------------------------------------------------
 
 
@@ -436,18 +456,24 @@ def test_threads_share_the_rows_of_a_step(native_impl: Implementation, threads: 
         assert same_bits(together, alone)
 
 
-@pytest.mark.parametrize(("dtype", "C", "pitch"), [(torch.bfloat16, 2112, 2112), (torch.float32, 1033, 1040)])
-def test_outputs_too_large_for_the_caches(native_impl: Implementation, dtype: torch.dtype, C: int, pitch: int) -> None:
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize(
+    ("dtype", "C", "pitch"),
+    [(torch.bfloat16, 2112, 2112), (torch.float16, 1055, 1056), (torch.float32, 1033, 1040)],
+)
+def test_outputs_too_large_for_the_caches(
+    native_impl: Implementation, dtype: torch.dtype, C: int, pitch: int, activation: str | None
+) -> None:
     """Streamed past them from 1 MiB on; rows may end within a cache line."""
     weight, bias = weights(C, 4, dtype)
     x = channel_fastest(normal((1, C, 1019), inputs.generator(0), dtype))
     memory = torch.full((1, 1019, pitch), 7.0, dtype=dtype)
     y = memory.mT[:, :C]
     assert y.nbytes >= 1 << 20
-    gdn_core.causal_conv1d_fn(x, weight, bias, activation="silu", out=y)
+    gdn_core.causal_conv1d_fn(x, weight, bias, activation=activation, out=y)
     for first, last in ((0, 500), (500, 1019)):
         before = max(first - 3, 0)
-        part = gdn_core.causal_conv1d_fn(x[..., before:last], weight, bias, activation="silu")
+        part = gdn_core.causal_conv1d_fn(x[..., before:last], weight, bias, activation=activation)
         assert same_bits(part[..., first - before :], y[..., first:last])
     assert bool((memory[..., C:] == 7).all())
 
