@@ -286,7 +286,8 @@ GDN_INLINE void store_out_pair(T* to, const Vec (&y)[2]) {
   }
 }
 
-// Tokens that are not finished: of one there are the sums, of the one before it the activation is half done.
+// Two vectors each of the tokens that are under way: of one there are the sums, of the one before it the activation is
+// half done.
 template <class T>
 struct Pipeline {
   Vec sums[2], begun[2], power[2];
@@ -294,7 +295,7 @@ struct Pipeline {
   T* begun_to;
 };
 
-// What leaves before anything has entered goes to `nowhere`, two vectors.
+// What leaves before anything has entered goes to `nowhere`.
 template <class T>
 GDN_INLINE Pipeline<T> empty_pipeline(T* nowhere) {
   return {{zero(), zero()}, {zero(), zero()}, {zero(), zero()}, nowhere, nowhere};
@@ -318,6 +319,13 @@ GDN_INLINE void push_sums(Pipeline<T>& line, const Vec (&next)[2], T* to) {
   }
   line.begun_to = line.sums_to;
   line.sums_to = to;
+}
+
+template <bool kSilu, bool kStreams = false, class T>
+GDN_INLINE void finish_sums(Pipeline<T>& line, T* nowhere) {
+  if constexpr (kHasTiles) {
+    for (int i = 0; i < 2; ++i) push_sums<kSilu, kStreams>(line, line.sums, nowhere);
+  }
 }
 
 // Tokens [begin, end), a few of all channels after a few. y is not x.
@@ -371,7 +379,7 @@ __attribute__((noinline)) void convolve_tiles(const PackedChannels<T>& at, const
       for (; channel + kStep <= channel_end; channel += kStep) convolve_pair(end - t, t, channel);
     }
   }
-  for (int i = 0; i < 2; ++i) push_sums<kSilu, kStreams>(line, line.sums, nowhere);
+  finish_sums<kSilu, kStreams>(line, nowhere);
   if constexpr (kStreams) stream_fence();
   for (std::int64_t channel = channel_end - (channel_end - channel_begin) % kStep; channel < channel_end;
        channel += kLanes) {
@@ -674,14 +682,6 @@ GDN_INLINE void load_ordered(const T* from, Vec (&x)[kVectors], std::int64_t n) 
     load_vectors(from, x, n);
   }
 }
-template <bool kSilu, int kVectors, class T>
-GDN_INLINE void store_ordered(T* to, const Vec (&y)[kVectors], std::int64_t n) {
-  if constexpr (kVectors == 2 && kSplits<T>) {
-    store_out_pair<kSilu, false>(to, y);
-  } else {
-    store_step<kSilu>(to, y, n);
-  }
-}
 
 // The filter of kVectors vectors of channels.
 template <int kWidth, int kVectors>
@@ -723,10 +723,10 @@ GDN_INLINE void step_token(const Step<kWidth, T>& step, const Taps<kWidth, kVect
   store_step<kSilu>(step.out + channel, y, n);
 }
 
-// Several tokens, the same way, but the channels of two vectors of bfloat16 are split where the filter is.
+// Several tokens, the same way. Two vectors are in the order of the filter, and leave through `line` where it is used.
 template <int kWidth, bool kSilu, int kVectors, class T>
 GDN_INLINE void step_tokens(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel, std::int64_t local,
-                            std::int64_t n) {
+                            std::int64_t n, Pipeline<T>& line) {
   Vec tap[kVectors][kWidth], window[kVectors][kWidth];
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t c = v * kLanes;
@@ -755,8 +755,13 @@ GDN_INLINE void step_tokens(const Step<kWidth, T>& step, const Filter& filter, s
     for (int v = 0; v < kVectors; ++v) {
       for (int j = 0; j < kWidth - 1; ++j) window[v][j] = window[v][j + 1];
     }
-    activate<kSilu, T>(y);
-    store_ordered<kSilu>(step.out + t * step.out_token_stride + channel, y, n);
+    T* const to = step.out + t * step.out_token_stride + channel;
+    if constexpr (kHasTiles && kVectors == 2) {
+      push_sums<kSilu, false>(line, y, to);
+    } else {
+      activate<kSilu, T>(y);
+      store_step<kSilu>(to, y, n);
+    }
   }
 }
 
@@ -787,17 +792,17 @@ GDN_INLINE void step_interleaved(const Step<kWidth, T>& step, const Filter& filt
 
 template <StepKind kKind, int kWidth, bool kSilu, int kVectors, class T>
 GDN_INLINE void step_vectors(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel,
-                             std::int64_t local, std::int64_t n) {
+                             std::int64_t local, std::int64_t n, Pipeline<T>& line) {
   if constexpr (kKind == StepKind::kToken) {
     step_token<kWidth, kSilu>(step, taps_at<kWidth, kVectors>(filter, local), channel, n);
   } else if constexpr (kKind == StepKind::kTokens) {
-    step_tokens<kWidth, kSilu, kVectors>(step, filter, channel, local, n);
+    step_tokens<kWidth, kSilu, kVectors>(step, filter, channel, local, n, line);
   } else {
     step_interleaved<kWidth, kSilu, kVectors>(step, filter, channel, local, n);
   }
 }
 
-// Where an operand of rows of one token begins, and where history and columns of their states do.
+// Where the operands of a row of one token begin.
 template <class T>
 struct RowPointers {
   const T* x;
@@ -858,7 +863,7 @@ __attribute__((noinline)) void step_tokens_deep(const ConvolutionParams& p, cons
       step_token<kWidth, kSilu>(step, taps_at<kWidth, 1>(filter, c), channel, channel_end - channel);
     }
   }
-  for (int i = 0; i < 2; ++i) push_sums<kSilu, false>(line, line.sums, nowhere);
+  finish_sums<kSilu>(line, nowhere);
 }
 
 // `num_rows` rows that all take this loop.
@@ -867,6 +872,8 @@ __attribute__((noinline)) void step_rows(const ConvolutionParams& p, const Convo
                                          std::int64_t num_rows, const T* x, T* out, const Filter& filter,
                                          std::int64_t channel_begin, std::int64_t channel_end) {
   constexpr std::int64_t kStep = 2 * kLanes;
+  alignas(kCacheLine) T nowhere[kStep];
+  Pipeline<T> line = empty_pipeline(nowhere);
   Step<kWidth, T> next = step_of<kWidth>(p, *pieces[0].row, x, out);
   for (std::int64_t i = 0; i < num_rows; ++i) {
     const Step<kWidth, T> step = next;
@@ -875,12 +882,14 @@ __attribute__((noinline)) void step_rows(const ConvolutionParams& p, const Convo
     std::int64_t channel = channel_begin;
     for (; channel + kStep <= channel_end; channel += kStep) {
       if (has_next) prefetch_step<kKind>(next, channel);
-      step_vectors<kKind, kWidth, kSilu, 2>(step, filter, channel, channel - channel_begin, kStep);
+      step_vectors<kKind, kWidth, kSilu, 2>(step, filter, channel, channel - channel_begin, kStep, line);
     }
     for (; channel < channel_end; channel += kLanes) {
-      step_vectors<kKind, kWidth, kSilu, 1>(step, filter, channel, channel - channel_begin, channel_end - channel);
+      step_vectors<kKind, kWidth, kSilu, 1>(step, filter, channel, channel - channel_begin, channel_end - channel,
+                                            line);
     }
   }
+  finish_sums<kSilu>(line, nowhere);
 }
 
 // Rows on states whose columns lie side by side: on a copy with the columns apart.
@@ -890,6 +899,8 @@ __attribute__((noinline)) void step_rows_apart(const ConvolutionParams& p, const
                                                std::int64_t channel_begin, std::int64_t channel_end) {
   alignas(kScratchAlignment) T columns[kMaxStepColumns * kConvolutionChannels];
   constexpr std::int64_t kStep = 2 * kLanes;
+  alignas(kCacheLine) T nowhere[kStep];
+  Pipeline<T> line = empty_pipeline(nowhere);
   const std::int64_t n = channel_end - channel_begin;
   for (std::int64_t i = 0; i < num_rows; ++i) {
     const ConvolutionRow& row = *pieces[i].row;
@@ -901,11 +912,14 @@ __attribute__((noinline)) void step_rows_apart(const ConvolutionParams& p, const
     for (int j = 0; j < kWidth - 1; ++j) step.history[j] = columns + (row.first_column + j) * kConvolutionChannels;
     std::int64_t channel = 0;
     for (; channel + kStep <= n; channel += kStep) {
-      step_tokens<kWidth, kSilu, 2>(step, filter, channel, channel, kStep);
+      step_tokens<kWidth, kSilu, 2>(step, filter, channel, channel, kStep, line);
     }
-    for (; channel < n; channel += kLanes) step_tokens<kWidth, kSilu, 1>(step, filter, channel, channel, n - channel);
+    for (; channel < n; channel += kLanes) {
+      step_tokens<kWidth, kSilu, 1>(step, filter, channel, channel, n - channel, line);
+    }
     join_columns(state, columns, kConvolutionChannels, p.num_columns, n);
   }
+  finish_sums<kSilu>(line, nowhere);
 }
 
 // How many of the pieces, from the first on, take the loop of the first one.
