@@ -28,6 +28,7 @@ const ChunkKernel kPortableChunk = {
     .shortest = kShortest,
     .workspace_bytes = chunk_workspace<Fp32Engine>,
     .run = run_chunks<Fp32Engine>,
+    .steps = &kChunkSteps<Fp32Engine>,
 };
 
 // Whole panels: what the library makes of an element may depend on how many columns it is given.
@@ -39,6 +40,7 @@ const ChunkKernel kBlasChunk = {
     .shortest = kShortest,
     .workspace_bytes = chunk_workspace<BlasEngine<float>>,
     .run = run_chunks<BlasEngine<float>>,
+    .steps = &kChunkSteps<BlasEngine<float>>,
 };
 
 }  // namespace gdn::cpu::GDN_ISA

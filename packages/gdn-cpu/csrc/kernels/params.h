@@ -280,6 +280,28 @@ struct ChunkTask {
 };
 inline constexpr std::int64_t kChunkTokens = 64;
 
+// The same for one head, chunk by chunk, where threads share a sequence. Between steps the state is in the workspace;
+// or, if the outputs are left to others, in memory that is kept for them.
+struct ChunkStep {
+  ChunkTask task;               // of one chunk; token_begin and token_end of no matter where states are moved
+  std::int64_t tokens_end = 0;  // of the steps that follow
+  void* prepared = nullptr;     // what prepare() has left; null: the step does it for itself
+  void* kept = nullptr;         // the state before the chunk, and what its outputs need; null: in the workspace
+  void* next_kept = nullptr;    // where the state goes
+};
+
+struct ChunkSteps {
+  std::int64_t (*prepared_bytes)(std::int64_t key_dim, std::int64_t heads);  // value heads of one key head
+  std::int64_t (*kept_bytes)(std::int64_t key_dim, std::int64_t columns);
+  // What does not depend on the state, for a chunk of all value heads of a key head.
+  void (*prepare)(const RecurrenceParams& params, const ChunkTask& task, void* prepared, void* workspace);
+  void (*begin)(const RecurrenceParams& params, const ChunkStep& step, void* workspace);  // loads the state
+  // Returns whether outputs are left: where the step keeps what they need, and no reset cuts the chunk.
+  bool (*run)(const RecurrenceParams& params, const ChunkStep& step, void* workspace);
+  void (*output)(const RecurrenceParams& params, const ChunkStep& step, void* workspace);  // on any thread
+  void (*end)(const RecurrenceParams& params, const ChunkStep& step, void* workspace);     // stores it
+};
+
 // One way to run it. As with the recurrence, values do not depend on how the work is divided: not on the heads and
 // columns of a task, nor on where it begins and ends, as long as that is between chunks.
 struct ChunkKernel {
@@ -290,6 +312,7 @@ struct ChunkKernel {
   std::int64_t shortest;     // fewer tokens than this are faster token by token
   std::int64_t (*workspace_bytes)(std::int64_t key_dim, std::int64_t columns, std::int64_t heads);
   void (*run)(const RecurrenceParams& params, const ChunkTask& task, void* workspace);
+  const ChunkSteps* steps;
 };
 
 // The kernels of one instruction-set level. Each computes its share serially; the caller divides the work.

@@ -16,6 +16,11 @@
 // No sum crosses columns: values do not depend on how these are divided. A chunk is cut where g is -inf, and what is
 // before the cut is not read after it.
 //
+// The same in parts, for threads that share a sequence: prepare() computes all that does not depend on the state for one
+// chunk of a key head and its value heads; step() runs a chunk of some columns of a head from it, whose state stays with
+// the thread; output() computes o of a step from the state before it and u, on any thread. Each does what a call of
+// consecutive chunks does, in the same order within each element.
+//
 // Bound by arithmetic: per head and chunk, K = V = 128, 4.0 million multiply-adds, of them 0.25 in the solve. One core
 // of Zen 4, two value heads a key head, 1024 tokens, us a head and chunk (the arithmetic alone: 37 with bf16, 69 in
 // fp32):
@@ -42,6 +47,10 @@ struct ChunkCall {
   Workspace<Engine> work;
   TokenRow row;
   std::int64_t keys, columns;
+  std::int64_t tokens_end = 0;  // of those that the thread runs next
+  // Of a step: whether q and k come from prepare(), and where the states before and after it are.
+  bool is_prepared = false;
+  Kept<Engine> kept{}, next_kept{};
 
   std::int64_t head_size() const { return params.key_dim * params.value_dim; }
 
@@ -172,11 +181,13 @@ struct ChunkCall {
   // key head.
   NextRows rows_of(std::int64_t head, std::int64_t token, std::int64_t column, std::int64_t width) const {
     NextRows rows{};
-    rows.count = min_of(kTokens, task.token_end - token);
+    rows.count = min_of(kTokens, tokens_end - token);
     if (rows.count <= 0) return rows;
     rows.operands[0] = next_operand(params.v, token, head, task.v_begin + column, width);
-    rows.operands[1] = next_operand(params.out, token, head, task.v_begin + column, width);
-    if (column > 0 || !is_first_of_key_head(head)) return rows;
+    if (kept.state == nullptr) {
+      rows.operands[1] = next_operand(params.out, token, head, task.v_begin + column, width);
+    }
+    if (column > 0 || is_prepared || !is_first_of_key_head(head)) return rows;
     const std::int64_t key_head = key_head_of(params, head);
     rows.operands[2] = next_operand(params.q, token, key_head, 0, params.key_dim);
     rows.operands[3] = next_operand(params.k, token, key_head, 0, params.key_dim);
@@ -190,48 +201,70 @@ struct ChunkCall {
     return rows_of(is_last ? task.head_begin : head + 1, is_last ? first + kTokens : first, column, width);
   }
 
-  void run_segment(std::int64_t head, std::int64_t first, std::int64_t count, const Segment& segment,
-                   StatesAhead& states) const {
-    const HeadState<Engine>& state = work.states[head - task.head_begin];
-    bool& has_state = work.has_state[head - task.head_begin];
-    if (segment.is_reset) has_state = false;
-    const float decay = sum_gates(segment, work.key, work.chunk);
-    mix_tokens(segment, work.key, work.chunk);
-    clear_before(segment);
-    const auto* k = k_steps(segment, count);
-    const std::int64_t token = row.first + first;
+  // What all panels of a head's segment have in common.
+  struct SegmentTask {
+    std::int64_t head, first, count;
+    const Segment& segment;
+    StatesAhead& states;
+    bool leaves_outputs;
+  };
+
+  PanelTask<Engine> panel_task(const SegmentTask& of, std::int64_t column, const NextRows& next) const {
+    const std::int64_t token = row.first + of.first;
+    const bool has_state = work.has_state[of.head - task.head_begin];
+    return {.params = params,
+            .key = work.key,
+            .chunk = work.chunk,
+            .segment = of.segment,
+            .next = next,
+            .states = of.states,
+            .keys = keys,
+            .chunk_rows = round_up(of.count, kRowBlock),
+            .v_index = element_index(params.v, row.batch, token, of.head) + task.v_begin + column,
+            .out_index = element_index(params.out, row.batch, token, of.head) + task.v_begin + column,
+            .columns = columns - column,
+            .state = has_state ? panel_of(work.states[of.head - task.head_begin], keys, column).packed : nullptr,
+            .leaves_outputs = of.leaves_outputs,
+            .u = work.chunk.u + kTokens * column,
+            .u_packed = work.chunk.u_packed + kTokens * column,
+            .u_decayed = work.chunk.u_decayed + kTokens * column};
+  }
+
+  // u, the outputs unless they are left, and the state.
+  void run_panels(const SegmentTask& of, float decay) const {
+    HeadState<Engine>& state = work.states[of.head - task.head_begin];
+    bool& has_state = work.has_state[of.head - task.head_begin];
+    const HeadState<Engine> to = next_state(state);
+    const auto* k = k_steps(of.segment, of.count);
     for_each_panel(columns, [&](std::int64_t column, auto n) {
       constexpr int kVectors = decltype(n)::value;
-      const HeadState<Engine> panel = panel_of(state, keys, column);
-      const NextRows next = next_rows(head, first, column, kVectors * kLanes);
-      const PanelTask<Engine> panel_task{
-          .params = params,
-          .key = work.key,
-          .chunk = work.chunk,
-          .segment = segment,
-          .next = next,
-          .states = states,
-          .keys = keys,
-          .chunk_rows = round_up(count, kRowBlock),
-          .v_index = element_index(params.v, row.batch, token, head) + task.v_begin + column,
-          .out_index = element_index(params.out, row.batch, token, head) + task.v_begin + column,
-          .columns = columns - column,
-          .state = has_state ? panel.packed : nullptr,
-          .u = work.chunk.u + kTokens * column,
-          .u_packed = work.chunk.u_packed + kTokens * column,
-          .u_decayed = work.chunk.u_decayed + kTokens * column};
-      run_rows<Engine, kVectors>(panel_task);
+      const NextRows next = next_rows(of.head, of.first, column, kVectors * kLanes);
+      const PanelTask<Engine> panel = panel_task(of, column, next);
+      const unsigned not_finite = run_rows<Engine, kVectors>(panel);
+      if (of.leaves_outputs) {
+        kept.summary->not_finite[column / kPanelColumns] = static_cast<std::uint8_t>(not_finite);
+      }
       const Update<Engine> update{.keys = keys,
                                   .has_state = has_state,
                                   .decay = decay,
                                   .k_steps = k,
-                                  .u = panel_task.u_decayed,
-                                  .steps = update_steps<kVectors>(segment, panel_task.u_decayed),
+                                  .u = panel.u_decayed,
+                                  .steps = update_steps<kVectors>(of.segment, panel.u_decayed),
                                   .sums = work.chunk.sums,
                                   .blas = work.key.blas};
-      update_panel<Engine, kVectors>(update, panel);
+      update_panel<Engine, kVectors>(update, panel_of(state, keys, column), panel_of(to, keys, column));
     });
+    state = to;
     has_state = true;
+  }
+
+  void run_segment(std::int64_t head, std::int64_t first, std::int64_t count, const Segment& segment,
+                   StatesAhead& states) const {
+    if (segment.is_reset) work.has_state[head - task.head_begin] = false;
+    const float decay = sum_gates(segment, work.key, work.chunk);
+    mix_tokens(segment, work.key, work.chunk);
+    clear_before(segment);
+    run_panels({head, first, count, segment, states, false}, decay);
   }
 
   void run_chunk(std::int64_t head, std::int64_t first, std::int64_t count) const {
@@ -256,6 +289,98 @@ struct ChunkCall {
     if (first + count == task.token_end) store_head(head);
   }
 
+  // --- in parts ---
+
+  // The operands of a value head, in what prepare() leaves.
+  void use_prepared(void* memory, std::int64_t head) {
+    const std::int64_t group = params.num_value_heads / params.num_key_heads;
+    arrange_prepared(memory, params.key_dim, head % group, work.key, work.chunk);
+  }
+
+  // The state of the task's only head is where a step has left it, and its next one goes elsewhere.
+  void use_kept() const {
+    work.states[0].packed = kept.state;
+    if constexpr (kIsFloat<typename Engine::Element>) work.states[0].values = kept.state;
+  }
+  HeadState<Engine> next_state(const HeadState<Engine>& state) const {
+    if (next_kept.state == nullptr) return state;
+    if constexpr (kIsFloat<typename Engine::Element>) {
+      return {next_kept.state, next_kept.state};
+    } else {
+      return {state.values, next_kept.state};
+    }
+  }
+  void use_kept_u() {
+    work.chunk.u_packed = kept.u;
+    if constexpr (kIsFloat<typename Engine::Element>) work.chunk.u = kept.u;
+  }
+
+  std::int64_t count_of_step() const { return task.token_end - task.token_begin; }
+
+  void prepare_head(std::int64_t head) const {
+    load_chunk_gates(params, row, head, task.token_begin, count_of_step(), work.chunk);
+    const Segment segment = next_segment(work.chunk, 0, count_of_step());
+    ChunkSummary& summary = *work.chunk.summary;
+    summary.is_whole = segment.end == count_of_step() && !segment.is_reset;
+    if (!summary.is_whole) return;
+    summary.decay = sum_gates(segment, work.key, work.chunk);
+    mix_tokens(segment, work.key, work.chunk);
+  }
+
+  void prepare(void* memory) {
+    use_prepared(memory, task.head_begin);
+    const std::int64_t key_head = key_head_of(params, task.head_begin);
+    load_key_operands(params, row, key_head, task.token_begin, count_of_step(), work.key);
+    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
+      use_prepared(memory, head);
+      prepare_head(head);
+    }
+  }
+
+  bool run_prepared() {
+    const bool leaves_outputs = kept.state != nullptr;
+    if (leaves_outputs) {
+      use_kept_u();
+      kept.summary->has_state = work.has_state[0];
+    }
+    const Segment segment{0, count_of_step(), false};
+    StatesAhead states{};
+    run_panels({task.head_begin, task.token_begin, count_of_step(), segment, states, leaves_outputs},
+               work.chunk.summary->decay);
+    return leaves_outputs;
+  }
+
+  // Returns whether it leaves the outputs. A chunk that resets cut is not left.
+  bool run_step(void* operands) {
+    const std::int64_t head = task.head_begin;
+    save_chunk_state(head, task.token_begin);
+    ChunkCall with_prepared = *this;
+    if (operands != nullptr) with_prepared.use_prepared(operands, head);
+    if (operands != nullptr && with_prepared.work.chunk.summary->is_whole) return with_prepared.run_prepared();
+    load_key_operands(params, row, key_head_of(params, head), task.token_begin, count_of_step(), work.key);
+    run_chunk(head, task.token_begin, count_of_step());
+    return false;
+  }
+
+  void output_step(void* operands) {
+    HeadState<Engine> state{};
+    work.states = &state;
+    work.has_state = &kept.summary->has_state;
+    use_prepared(operands, task.head_begin);
+    use_kept();
+    use_kept_u();
+    const Segment segment{0, count_of_step(), false};
+    StatesAhead states{};
+    const NextRows next{};
+    const SegmentTask of{task.head_begin, task.token_begin, count_of_step(), segment, states, false};
+    for_each_panel(columns, [&](std::int64_t column, auto n) {
+      run_outputs<Engine, decltype(n)::value>(panel_task(of, column, next),
+                                              kept.summary->not_finite[column / kPanelColumns]);
+    });
+  }
+
+  // --- consecutive chunks ---
+
   // A task of no tokens moves its states. The first rows are asked for all at once: nobody has done so.
   void run() const {
     prefetch_rows<kTokens>(rows_of(task.head_begin, task.token_begin, 0, columns), 0);
@@ -273,8 +398,10 @@ std::int64_t chunk_workspace(std::int64_t key_dim, std::int64_t columns, std::in
   return arrange(work, nullptr, key_dim, columns, heads);
 }
 
+// With the states of some heads in its workspace.
 template <class Engine>
-void run_chunks(const RecurrenceParams& params, const ChunkTask& task, void* workspace) {
+ChunkCall<Engine> chunk_call(const RecurrenceParams& params, const ChunkTask& task, std::int64_t heads,
+                             void* workspace) {
   const std::int64_t columns = task.v_end - task.v_begin;
   ChunkCall<Engine> call{.params = params,
                          .task = task,
@@ -282,11 +409,88 @@ void run_chunks(const RecurrenceParams& params, const ChunkTask& task, void* wor
                          .row = chunk_tokens(params, task.sequence),
                          .keys = padded_keys<Engine>(params.key_dim),
                          .columns = columns};
-  arrange(call.work, workspace, params.key_dim, columns, task.head_end - task.head_begin);
+  arrange(call.work, workspace, params.key_dim, columns, heads);
   call.work.key.blas = task.blas;
+  call.tokens_end = task.token_end;
+  return call;
+}
+
+template <class Engine>
+void run_chunks(const RecurrenceParams& params, const ChunkTask& task, void* workspace) {
+  const ChunkCall<Engine> call = chunk_call<Engine>(params, task, task.head_end - task.head_begin, workspace);
   [[maybe_unused]] const typename Engine::Session session;
   call.run();
 }
+
+// --- the same in parts ---
+
+template <class Engine>
+std::int64_t prepared_bytes(std::int64_t key_dim, std::int64_t heads) {
+  KeyOperands<Engine> key;
+  ChunkOperands<Engine> chunk;
+  return arrange_prepared(nullptr, key_dim, heads - 1, key, chunk);
+}
+
+template <class Engine>
+std::int64_t kept_bytes(std::int64_t key_dim, std::int64_t columns) {
+  Kept<Engine> kept;
+  return arrange_kept(nullptr, key_dim, columns, kept);
+}
+
+template <class Engine>
+void prepare_chunk(const RecurrenceParams& params, const ChunkTask& task, void* prepared, void* workspace) {
+  ChunkCall<Engine> call = chunk_call<Engine>(params, task, 0, workspace);
+  [[maybe_unused]] const typename Engine::Session session;
+  call.prepare(prepared);
+}
+
+// `heads`: whose states are in the workspace, one or none.
+template <class Engine>
+ChunkCall<Engine> step_call(const RecurrenceParams& params, const ChunkStep& step, std::int64_t heads,
+                            void* workspace) {
+  ChunkCall<Engine> call = chunk_call<Engine>(params, step.task, heads, workspace);
+  call.tokens_end = step.tokens_end;
+  call.is_prepared = step.prepared != nullptr;
+  if (step.kept != nullptr) arrange_kept(step.kept, params.key_dim, call.columns, call.kept);
+  if (step.next_kept != nullptr) arrange_kept(step.next_kept, params.key_dim, call.columns, call.next_kept);
+  if (step.kept != nullptr && heads > 0) call.use_kept();
+  return call;
+}
+
+template <class Engine>
+void begin_steps(const RecurrenceParams& params, const ChunkStep& step, void* workspace) {
+  step_call<Engine>(params, step, 1, workspace).load_head(step.task.head_begin);
+}
+
+template <class Engine>
+bool run_step(const RecurrenceParams& params, const ChunkStep& step, void* workspace) {
+  ChunkCall<Engine> call = step_call<Engine>(params, step, 1, workspace);
+  [[maybe_unused]] const typename Engine::Session session;
+  return call.run_step(step.prepared);
+}
+
+template <class Engine>
+void output_step(const RecurrenceParams& params, const ChunkStep& step, void* workspace) {
+  ChunkCall<Engine> call = step_call<Engine>(params, step, 0, workspace);
+  [[maybe_unused]] const typename Engine::Session session;
+  call.output_step(step.prepared);
+}
+
+template <class Engine>
+void end_steps(const RecurrenceParams& params, const ChunkStep& step, void* workspace) {
+  step_call<Engine>(params, step, 1, workspace).store_head(step.task.head_begin);
+}
+
+template <class Engine>
+constexpr ChunkSteps kChunkSteps = {
+    .prepared_bytes = prepared_bytes<Engine>,
+    .kept_bytes = kept_bytes<Engine>,
+    .prepare = prepare_chunk<Engine>,
+    .begin = begin_steps<Engine>,
+    .run = run_step<Engine>,
+    .output = output_step<Engine>,
+    .end = end_steps<Engine>,
+};
 
 }  // namespace
 }  // namespace gdn::cpu::GDN_ISA

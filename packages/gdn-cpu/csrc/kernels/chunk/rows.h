@@ -45,6 +45,7 @@ struct PanelTask {
   std::int64_t out_index;   // the same
   std::int64_t columns;     // of v
   const Element* state;     // panel of the rounded state; null: zero
+  bool leaves_outputs;      // to a call of their own: nothing of q is multiplied
   float* u;                 // panels of the chunk's operands
   Element* u_packed;
   Element* u_decayed;
@@ -64,31 +65,33 @@ GDN_INLINE void load_sums(const float* sums, std::int64_t row, Vec (&x)[kRows][k
   }
 }
 
-// k M and q M of all rows of the chunk, where the engine multiplies chunks: sums[0] and sums[1].
+// k M of all rows of the chunk, or q M, where the engine multiplies chunks: sums[0] or sums[1].
 template <class Engine, int kVectors>
-GDN_INLINE void multiply_state_chunk(const PanelTask<Engine>& task) {
+GDN_INLINE void multiply_state_chunk(const PanelTask<Engine>& task, const typename Engine::Element* rows) {
   if constexpr (Engine::kSums == Sums::kOfChunks) {
     if (task.state == nullptr) return;
     constexpr std::int64_t width = kVectors * kLanes;
-    float* sums = task.chunk.sums;
-    const typename Engine::Element* const left[] = {task.key.k, task.key.q};
-    for (const typename Engine::Element* rows : left) {
-      Engine::multiply(*task.key.blas, Blas::kAsIs, rows, task.keys, Blas::kAsIs, task.state, width, task.chunk_rows,
-                       width, task.keys, false, sums, width);
-      sums += kTokens * width;
-    }
+    float* sums = task.chunk.sums + (rows == task.key.q ? kTokens * width : 0);
+    Engine::multiply(*task.key.blas, Blas::kAsIs, rows, task.keys, Blas::kAsIs, task.state, width, task.chunk_rows,
+                     width, task.keys, false, sums, width);
   }
 }
 
-// The same of a block of rows, where the engine multiplies blocks.
+// The same of a block of rows, where the engine multiplies blocks: of k and q at once, or of one of them.
 template <class Engine, int kVectors>
-GDN_INLINE void multiply_state_block(const PanelTask<Engine>& task, std::int64_t block) {
+GDN_INLINE void multiply_state_block(const PanelTask<Engine>& task, std::int64_t block, bool of_k, bool of_q) {
   if constexpr (Engine::kSums == Sums::kOfBlocks) {
     if (task.state == nullptr) return;
     constexpr std::int64_t width = kVectors * kLanes;
     const typename Engine::Element* const left[] = {task.key.k + block * task.keys, task.key.q + block * task.keys};
     const SumBlock sums[] = {{task.chunk.sums, width}, {task.chunk.sums + kRowBlock * width, width}};
-    Engine::template multiply_blocks<2>(left, task.keys, task.state, width * 2, task.keys / 2, kVectors, sums);
+    const std::int64_t right_stride = width * 2, steps = task.keys / 2;
+    if (of_k && of_q) {
+      Engine::template multiply_blocks<2>(left, task.keys, task.state, right_stride, steps, kVectors, sums);
+    } else {
+      const int i = of_k ? 0 : 1;
+      Engine::template multiply_blocks<1>(left + i, task.keys, task.state, right_stride, steps, kVectors, sums + i);
+    }
   }
 }
 
@@ -278,28 +281,54 @@ void output_block_with_nan(const PanelTask<Engine>& task, std::int64_t block) {
 
 GDN_INLINE bool is_finite(Vec check) { return lane_bits(less(abs(check), set1(1.0f))) == (1u << kLanes) - 1u; }
 
+// The outputs of a block whose u is there.
 template <class Engine, int kVectors>
-void run_rows(const PanelTask<Engine>& task) {
+GDN_INLINE void output_block(const PanelTask<Engine>& task, std::int64_t block, std::int64_t end, bool has_nan) {
+  constexpr int kRows = kTileRows<kVectors>;
+  if (has_nan) return output_block_with_nan<Engine, kVectors>(task, block);
+  multiply_attention_block<Engine, kVectors>(task, block);
+  for (std::int64_t row = block; row < end; row += kRows) {
+    output_tile<Engine, kRows, kVectors>(task, row, task.segment.begin, task.segment.end);
+  }
+}
+
+// A product of a block reads all its rows of u.
+template <class Engine>
+GDN_INLINE std::int64_t end_of_block(const Segment& segment, std::int64_t block) {
+  const bool needs_all = Engine::kSums != Sums::kInRegisters;
+  return needs_all ? block + kRowBlock : min_of(block + kRowBlock, segment.end);
+}
+
+// u, and outputs unless these are left to run_outputs. Returns a bit for each block whose u is not all finite.
+template <class Engine, int kVectors>
+unsigned run_rows(const PanelTask<Engine>& task) {
   constexpr int kRows = kTileRows<kVectors>;
   const Segment& segment = task.segment;
-  multiply_state_chunk<Engine, kVectors>(task);
+  unsigned not_finite = 0;
+  multiply_state_chunk<Engine, kVectors>(task, task.key.k);
+  if (!task.leaves_outputs) multiply_state_chunk<Engine, kVectors>(task, task.key.q);
   for (std::int64_t block = segment.begin / kRowBlock * kRowBlock; block < segment.end; block += kRowBlock) {
     Vec check = zero();
-    // A product of a block reads all its rows of u.
-    const bool needs_all = Engine::kSums != Sums::kInRegisters;
-    const std::int64_t block_end = needs_all ? block + kRowBlock : min_of(block + kRowBlock, segment.end);
-    multiply_state_block<Engine, kVectors>(task, block);
-    for (std::int64_t row = block; row < block_end; row += kRows) {
-      delta_tile<Engine, kRows, kVectors>(task, row, check);
-    }
-    if (!is_finite(check)) {
-      output_block_with_nan<Engine, kVectors>(task, block);
-      continue;
-    }
-    multiply_attention_block<Engine, kVectors>(task, block);
-    for (std::int64_t row = block; row < block_end; row += kRows) {
-      output_tile<Engine, kRows, kVectors>(task, row, segment.begin, segment.end);
-    }
+    const std::int64_t end = end_of_block<Engine>(segment, block);
+    multiply_state_block<Engine, kVectors>(task, block, true, !task.leaves_outputs);
+    for (std::int64_t row = block; row < end; row += kRows) delta_tile<Engine, kRows, kVectors>(task, row, check);
+    const bool has_nan = !is_finite(check);
+    if (has_nan) not_finite |= 1u << (block / kRowBlock);
+    if (!task.leaves_outputs) output_block<Engine, kVectors>(task, block, end, has_nan);
+  }
+  return not_finite;
+}
+
+// The outputs that run_rows has left, `not_finite` being what it returned. Last block first: products of tiles want the
+// rows of u after a block cleared.
+template <class Engine, int kVectors>
+void run_outputs(const PanelTask<Engine>& task, unsigned not_finite) {
+  const Segment& segment = task.segment;
+  multiply_state_chunk<Engine, kVectors>(task, task.key.q);
+  for (std::int64_t block = (segment.end - 1) / kRowBlock * kRowBlock; block >= segment.begin; block -= kRowBlock) {
+    multiply_state_block<Engine, kVectors>(task, block, false, true);
+    const bool has_nan = (not_finite >> (block / kRowBlock) & 1u) != 0;
+    output_block<Engine, kVectors>(task, block, end_of_block<Engine>(segment, block), has_nan);
   }
 }
 

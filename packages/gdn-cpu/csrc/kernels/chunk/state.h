@@ -33,8 +33,8 @@ struct Update {
 
 // Rows of one panel, from their products x.
 template <class Engine, int kRows, int kVectors>
-GDN_INLINE void update_rows(const Update<Engine>& update, HeadState<Engine> panel, std::int64_t row,
-                            Vec (&x)[kRows][kVectors]) {
+GDN_INLINE void update_rows(const Update<Engine>& update, HeadState<Engine> panel, HeadState<Engine> to,
+                            std::int64_t row, Vec (&x)[kRows][kVectors]) {
   constexpr std::int64_t width = kVectors * kLanes;
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r += 4) {
@@ -43,37 +43,39 @@ GDN_INLINE void update_rows(const Update<Engine>& update, HeadState<Engine> pane
       Vec rows[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        float* values = panel.values + (row + r + i) * width + j * kLanes;
+        const std::int64_t index = (row + r + i) * width + j * kLanes;
+        const float* values = panel.values + index;
         rows[i] = update.has_state ? fma(set1(update.decay), load(values), x[r + i][j]) : x[r + i][j];
-        store(values, rows[i]);
+        store(to.values + index, rows[i]);
       }
-      pack_state_rows<Engine>(panel.packed, width, row + r, j * kLanes, rows);
+      pack_state_rows<Engine>(to.packed, width, row + r, j * kLanes, rows);
     }
   }
 }
 
 // The whole panel by a library.
 template <class Engine, int kVectors>
-void update_panel_at_once(const Update<Engine>& update, HeadState<Engine> panel) {
+void update_panel_at_once(const Update<Engine>& update, HeadState<Engine> panel, HeadState<Engine> to) {
   constexpr std::int64_t width = kVectors * kLanes;
   if (update.has_state) {
     for (std::int64_t i = 0; i < update.keys * width; i += kLanes) {
-      store(panel.values + i, mul(set1(update.decay), load(panel.values + i)));
+      store(to.values + i, mul(set1(update.decay), load(panel.values + i)));
     }
   }
   Engine::multiply(*update.blas, Blas::kTransposed, update.k_steps, update.keys, Blas::kAsIs, update.u, width,
-                   update.keys, width, update.steps, update.has_state, panel.values, width);
+                   update.keys, width, update.steps, update.has_state, to.values, width);
   if constexpr (!kIsFloat<typename Engine::Element>) {
-    for (std::int64_t i = 0; i < update.keys * width; i += kLanes) store(panel.packed + i, load(panel.values + i));
+    for (std::int64_t i = 0; i < update.keys * width; i += kLanes) store(to.packed + i, load(to.values + i));
   }
 }
 
+// `to` may be `panel` itself.
 template <class Engine, int kVectors>
-void update_panel(const Update<Engine>& update, HeadState<Engine> panel) {
+void update_panel(const Update<Engine>& update, HeadState<Engine> panel, HeadState<Engine> to) {
   constexpr int kRows = kTileRows<kVectors>;
   constexpr std::int64_t width = kVectors * kLanes;
   if constexpr (Engine::kSums == Sums::kOfChunks) {
-    update_panel_at_once<Engine, kVectors>(update, panel);
+    update_panel_at_once<Engine, kVectors>(update, panel, to);
   } else if constexpr (Engine::kSums == Sums::kOfBlocks) {
     for (std::int64_t block = 0; block < update.keys; block += 2 * kRowBlock) {
       const auto* first = update.k_steps + block * kTokens;
@@ -83,7 +85,7 @@ void update_panel(const Update<Engine>& update, HeadState<Engine> panel) {
       for (std::int64_t row = 0; row < 2 * kRowBlock; row += kRows) {
         Vec x[kRows][kVectors];
         load_sums(update.sums, row, x);
-        update_rows(update, panel, block + row, x);
+        update_rows(update, panel, to, block + row, x);
       }
     }
   } else {
@@ -92,7 +94,7 @@ void update_panel(const Update<Engine>& update, HeadState<Engine> panel) {
       Vec x[kRows][kVectors];
       clear(x);
       accumulate<Engine>(x, rows_from(k, row), Right<Engine>{update.u, width * Engine::kStep}, update.steps);
-      update_rows(update, panel, row, x);
+      update_rows(update, panel, to, row, x);
     }
   }
 }

@@ -53,10 +53,17 @@ struct KeyOperands {
   const Blas* blas;  // what an engine calls that has its products from a library
 };
 
+// What is known of a chunk before its state.
+struct ChunkSummary {
+  bool is_whole;  // no reset cuts it
+  float decay;    // from its first token to its last, where it is whole
+};
+
 // What one value head needs of a chunk.
 template <class Engine>
 struct ChunkOperands {
   using Element = typename Engine::Element;
+  ChunkSummary* summary;
   float* mixing;              // [kTokens, kTokens]: -beta_i exp(G_i - G_j) (k_i k_j), j < i
   Element* attention;         // [kTokens, kTokens]: exp(G_i - G_j) (q_i k_j), j <= i
   float* u;                   // panels [kTokens, columns]
@@ -69,6 +76,18 @@ struct ChunkOperands {
   float *sum_high, *sum_low;  // [kTokens]: G, the sum of g, in two parts
   float* state_factor;        // [kTokens]: exp(G)
   float* end_factor;          // [kTokens]: exp(G_last - G)
+};
+
+// What a step keeps of a chunk for whoever computes its outputs.
+struct KeptSummary {
+  bool has_state;                                         // before the chunk
+  std::uint8_t not_finite[kMaxHeadDim / kPanelColumns + 1];  // of each panel: a bit per block of rows of u
+};
+template <class Engine>
+struct Kept {
+  typename Engine::Element* state;  // before the chunk, packed
+  typename Engine::Element* u;      // packed
+  KeptSummary* summary;
 };
 
 template <class Engine>
@@ -91,6 +110,51 @@ constexpr std::int64_t kRowsOfSums = Engine::kSums == Sums::kOfChunks ? kTokens 
 
 constexpr std::int64_t padded_columns(std::int64_t columns) { return (columns + kLanes - 1) / kLanes * kLanes; }
 
+// What products with the state read of a key head.
+template <class Engine>
+void take_key_operands(Arena& arena, std::int64_t rows, KeyOperands<Engine>& key) {
+  using Element = typename Engine::Element;
+  key.q = arena.take<Element>(kTokens * rows);
+  key.k = arena.take<Element>(kTokens * rows);
+  key.k_steps = Engine::kStep > 1 ? arena.take<Element>(kTokens * rows) : key.k;
+  key.q_factor = arena.take<float>(kTokens);
+  key.k_factor = arena.take<float>(kTokens);
+}
+
+// The same of a value head.
+template <class Engine>
+void take_head_operands(Arena& arena, ChunkOperands<Engine>& chunk) {
+  chunk.summary = arena.take<ChunkSummary>(1);
+  chunk.mixing = arena.take<float>(kTokens * kTokens);
+  chunk.attention = arena.take<typename Engine::Element>(kTokens * kTokens);
+  chunk.beta = arena.take<float>(kTokens);
+  chunk.state_factor = arena.take<float>(kTokens);
+  chunk.end_factor = arena.take<float>(kTokens);
+}
+
+// Of a chunk that is prepared once for many tasks: the operands of a key head and of its first value heads up to number
+// `head`, at which `chunk` points.
+template <class Engine>
+std::int64_t arrange_prepared(void* memory, std::int64_t key_dim, std::int64_t head, KeyOperands<Engine>& key,
+                              ChunkOperands<Engine>& chunk) {
+  Arena arena(memory);
+  take_key_operands(arena, padded_keys<Engine>(key_dim), key);
+  for (std::int64_t i = 0; i <= head; ++i) take_head_operands(arena, chunk);
+  return arena.used();
+}
+
+template <class Engine>
+std::int64_t arrange_kept(void* memory, std::int64_t key_dim, std::int64_t columns, Kept<Engine>& kept) {
+  using Element = typename Engine::Element;
+  const std::int64_t width = padded_columns(columns);
+  Arena arena(memory);
+  kept.state = arena.take<Element>(padded_keys<Engine>(key_dim) * width);
+  kept.u = arena.take<Element>(kTokens * width);
+  kept.summary = arena.take<KeptSummary>(1);
+  return arena.used();
+}
+
+// What depends on the columns comes last: a thread between two steps of a task may use the rest for others.
 template <class Engine>
 std::int64_t arrange(Workspace<Engine>& w, void* memory, std::int64_t key_dim, std::int64_t columns,
                      std::int64_t heads) {
@@ -100,29 +164,21 @@ std::int64_t arrange(Workspace<Engine>& w, void* memory, std::int64_t key_dim, s
   const std::int64_t width = padded_columns(columns);
   Arena arena(memory);
   KeyOperands<Engine>& key = w.key;
-  key.q = arena.take<Element>(kTokens * rows);
-  key.k = arena.take<Element>(kTokens * rows);
+  take_key_operands(arena, rows, key);
   key.k_columns = arena.take<Element>(round_up(kTokens, kPanelColumns) * rows);
-  key.k_steps = Engine::kStep > 1 ? arena.take<Element>(kTokens * rows) : key.k;
   key.kk = arena.take<float>(kTokens * kTokens);
   key.qk = arena.take<float>(kTokens * kTokens);
-  key.q_factor = arena.take<float>(kTokens);
-  key.k_factor = arena.take<float>(kTokens);
   ChunkOperands<Engine>& chunk = w.chunk;
-  chunk.mixing = arena.take<float>(kTokens * kTokens);
-  chunk.attention = arena.take<Element>(kTokens * kTokens);
-  chunk.u = arena.take<float>(kTokens * width);
-  chunk.u_decayed = arena.take<Element>(kTokens * width);
+  take_head_operands(arena, chunk);
   chunk.u_block = arena.take<Element>(kRowBlock * kPanelColumns);
   chunk.sums =
       Engine::kSums != Sums::kInRegisters ? arena.take<float>(2 * kRowsOfSums<Engine> * kPanelColumns) : nullptr;
-  chunk.k_steps = arena.take<Element>(kTokens * rows);
+  chunk.k_steps = key.k_columns;  // which nothing reads after k k^T and q k^T
   chunk.log_decay = arena.take<float>(kTokens);
-  chunk.beta = arena.take<float>(kTokens);
   chunk.sum_high = arena.take<float>(kTokens);
   chunk.sum_low = arena.take<float>(kTokens);
-  chunk.state_factor = arena.take<float>(kTokens);
-  chunk.end_factor = arena.take<float>(kTokens);
+  chunk.u = arena.take<float>(kTokens * width);
+  chunk.u_decayed = arena.take<Element>(kTokens * width);
   if constexpr (kIsRounded) {
     chunk.u_packed = arena.take<Element>(kTokens * width);
   } else {

@@ -14,6 +14,7 @@ const ChunkKernel kChunkOfBFloat16 = {
     .shortest = 8,
     .workspace_bytes = chunk_workspace<AmxEngine>,
     .run = run_chunks<AmxEngine>,
+    .steps = &kChunkSteps<AmxEngine>,
 };
 
 }  // namespace gdn::cpu::GDN_ISA

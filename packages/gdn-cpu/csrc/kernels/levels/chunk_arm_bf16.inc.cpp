@@ -15,6 +15,7 @@ const ChunkKernel kChunkOfBFloat16 = {
     .shortest = 8,
     .workspace_bytes = chunk_workspace<ArmBf16Engine>,
     .run = run_chunks<ArmBf16Engine>,
+    .steps = &kChunkSteps<ArmBf16Engine>,
 };
 
 const ChunkKernel kBlasOfBFloat16 = {
@@ -25,6 +26,7 @@ const ChunkKernel kBlasOfBFloat16 = {
     .shortest = 14,
     .workspace_bytes = chunk_workspace<BlasEngine<BFloat16>>,
     .run = run_chunks<BlasEngine<BFloat16>>,
+    .steps = &kChunkSteps<BlasEngine<BFloat16>>,
 };
 
 }  // namespace gdn::cpu::GDN_ISA

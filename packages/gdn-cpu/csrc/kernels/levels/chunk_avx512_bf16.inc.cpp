@@ -14,6 +14,7 @@ const ChunkKernel kChunkOfBFloat16 = {
     .shortest = 8,
     .workspace_bytes = chunk_workspace<Avx512Bf16Engine>,
     .run = run_chunks<Avx512Bf16Engine>,
+    .steps = &kChunkSteps<Avx512Bf16Engine>,
 };
 
 }  // namespace gdn::cpu::GDN_ISA
