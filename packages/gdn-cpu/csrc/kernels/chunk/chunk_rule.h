@@ -50,6 +50,7 @@ struct ChunkCall {
   std::int64_t tokens_end = 0;  // of those that the thread runs next
   // Of a step: whether q and k come from prepare(), and where the states before and after it are.
   bool is_prepared = false;
+  void* next_prepared = nullptr;
   Kept<Engine> kept{}, next_kept{};
 
   std::int64_t head_size() const { return params.key_dim * params.value_dim; }
@@ -119,10 +120,14 @@ struct ChunkCall {
     if (first + count == task.token_end) {
       with_destination(head, [&](auto* state) { ahead.stored = whole_state(state); });
     }
-    const std::int64_t rows = round_up(count, kRowBlock) * ((columns + kPanelColumns - 1) / kPanelColumns);
-    const auto most = head_size() * static_cast<std::int64_t>(sizeof(float));
-    ahead.row_bytes = round_up((most + rows - 1) / rows, kCacheLine);
+    ahead.row_bytes = bytes_of_row(head_size() * static_cast<std::int64_t>(sizeof(float)), count);
     return ahead;
+  }
+
+  // Of so many bytes, what each row of a chunk and panel asks for.
+  std::int64_t bytes_of_row(std::int64_t bytes, std::int64_t count) const {
+    const std::int64_t rows = round_up(count, kRowBlock) * ((columns + kPanelColumns - 1) / kPanelColumns);
+    return round_up((bytes + rows - 1) / rows, kCacheLine);
   }
 
   void save_chunk_state(std::int64_t head, std::int64_t first) const {
@@ -337,6 +342,25 @@ struct ChunkCall {
     }
   }
 
+  // What the next step reads of what is prepared for it.
+  StatesAhead prepared_ahead() const {
+    if (next_prepared == nullptr) return {};
+    ChunkCall next = *this;
+    next.use_prepared(next_prepared, task.head_begin);
+    const KeyOperands<Engine>& key = next.work.key;
+    const ChunkOperands<Engine>& chunk = next.work.chunk;
+    const bool needs_all = kept.state == nullptr;
+    StatesAhead ahead{};
+    ahead.loaded = between(needs_all ? key.q : key.k, key.k_factor + kTokens);
+    ahead.stored = between(chunk.mixing, needs_all ? chunk.attention + kTokens * kTokens : chunk.attention);
+    ahead.row_bytes = bytes_of_row(ahead.loaded.end - ahead.loaded.from, count_of_step());
+    return ahead;
+  }
+  template <class First, class End>
+  static NextState between(const First* first, const End* end) {
+    return {reinterpret_cast<const char*>(first), reinterpret_cast<const char*>(end)};
+  }
+
   bool run_prepared() {
     const bool leaves_outputs = kept.state != nullptr;
     if (leaves_outputs) {
@@ -344,7 +368,7 @@ struct ChunkCall {
       kept.summary->has_state = work.has_state[0];
     }
     const Segment segment{0, count_of_step(), false};
-    StatesAhead states{};
+    StatesAhead states = prepared_ahead();
     run_panels({task.head_begin, task.token_begin, count_of_step(), segment, states, leaves_outputs},
                work.chunk.summary->decay);
     return leaves_outputs;
@@ -451,6 +475,7 @@ ChunkCall<Engine> step_call(const RecurrenceParams& params, const ChunkStep& ste
   ChunkCall<Engine> call = chunk_call<Engine>(params, step.task, heads, workspace);
   call.tokens_end = step.tokens_end;
   call.is_prepared = step.prepared != nullptr;
+  call.next_prepared = step.next_prepared;
   if (step.kept != nullptr) arrange_kept(step.kept, params.key_dim, call.columns, call.kept);
   if (step.next_kept != nullptr) arrange_kept(step.next_kept, params.key_dim, call.columns, call.next_kept);
   if (step.kept != nullptr && heads > 0) call.use_kept();

@@ -23,7 +23,8 @@ struct NextRows {
   std::int64_t count;
 };
 
-// States in memory that are moved next: that of the next head, and where this head's goes. Each row asks for a part.
+// States in memory that are moved next: that of the next head, and where this head's goes. Each row asks for a part. Of
+// a step: what another thread has prepared for the next one, of the key head and of the head.
 struct StatesAhead {
   NextState loaded, stored;
   std::int64_t row_bytes;

@@ -110,7 +110,7 @@ constexpr std::int64_t kRowsOfSums = Engine::kSums == Sums::kOfChunks ? kTokens 
 
 constexpr std::int64_t padded_columns(std::int64_t columns) { return (columns + kLanes - 1) / kLanes * kLanes; }
 
-// What products with the state read of a key head.
+// What products with the state read of a key head: first what only outputs need.
 template <class Engine>
 void take_key_operands(Arena& arena, std::int64_t rows, KeyOperands<Engine>& key) {
   using Element = typename Engine::Element;
@@ -121,15 +121,15 @@ void take_key_operands(Arena& arena, std::int64_t rows, KeyOperands<Engine>& key
   key.k_factor = arena.take<float>(kTokens);
 }
 
-// The same of a value head.
+// The same of a value head: last what only outputs need.
 template <class Engine>
 void take_head_operands(Arena& arena, ChunkOperands<Engine>& chunk) {
   chunk.summary = arena.take<ChunkSummary>(1);
   chunk.mixing = arena.take<float>(kTokens * kTokens);
-  chunk.attention = arena.take<typename Engine::Element>(kTokens * kTokens);
   chunk.beta = arena.take<float>(kTokens);
   chunk.state_factor = arena.take<float>(kTokens);
   chunk.end_factor = arena.take<float>(kTokens);
+  chunk.attention = arena.take<typename Engine::Element>(kTokens * kTokens);
 }
 
 // Of a chunk that is prepared once for many tasks: the operands of a key head and of its first value heads up to number
