@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +301,66 @@ def test_two_callers_at_once(own_dtype):
     assert not failures
 
 
+# --- sequences that threads share -------------------------------------------------------------------------------------
+
+
+def shared_arguments(lengths: tuple[int, ...], sizes: tuple[int, ...], threads: int, **options: Any) -> dict[str, Any]:
+    """Return the arguments of a call whose plan shares a sequence among so many threads."""
+    arguments = inputs.delta_rule_arguments(lengths, *sizes, **options)
+    plan = gdn_cpu._C.chunk_plan(list(lengths), *sizes, threads, options["dtype"] == torch.bfloat16)
+    assert plan[3] > 0
+    return arguments
+
+
+# Chains with a thread each, fewer and more; heads and columns that do not divide evenly; a tail that is no chunk.
+@pytest.mark.parametrize("threads", [7, 16, 64])
+@pytest.mark.parametrize(
+    "case",
+    [((700,), (1, 2, 64, 128)), ((1000, 40), (1, 3, 128, 128)), ((300, 290, 9), (2, 4, 96, 80)), ((333,), (1, 1, 33, 65))],
+    ids=str,
+)
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_shared_sequences(own_dtype, case, threads, state_v_first):
+    state_dtype = torch.bfloat16 if state_v_first else torch.float32
+    options = {"dtype": own_dtype, "state_v_first": state_v_first, "state_dtype": state_dtype}
+    arguments = shared_arguments(*case, threads, **options)
+    assert arguments["g"].shape[1] > 200
+    # Resets within chunks and between them, and u that is not finite.
+    arguments["g"][:, 70, 0] = arguments["g"][:, 64, -1] = -float("inf")
+    arguments["g"][:, 130:190:7, 0] = -float("inf")
+    arguments["v"][:, 77, -1, 3] = float("nan")
+    arguments["v"][:, 200, -1, 5] = float("inf")
+    arguments["output_chunk_states"] = True
+    torch.set_num_threads(1)
+    results = run(arguments)
+    torch.set_num_threads(threads)
+    for x, y in zip(run(arguments), results, strict=True):
+        assert same_bits(x, y)
+
+
+def test_more_threads_than_a_shared_sequence_has_chains(own_dtype):
+    arguments = shared_arguments((520,), (1, 2, 64, 64), 192, dtype=own_dtype)
+    torch.set_num_threads(1)
+    results = run(arguments)
+    torch.set_num_threads(192)
+    for _ in range(3):
+        for x, y in zip(run(arguments), results, strict=True):
+            assert same_bits(x, y)
+
+
+def test_two_callers_share_their_sequences(own_dtype):
+    calls = [shared_arguments((400 + 90 * i,), (1, 2, 64, 80), 12, dtype=own_dtype, seed=i) for i in range(2)]
+    results = [run(arguments) for arguments in calls]
+
+    def repeat(i: int) -> bool:
+        torch.set_num_threads(12)
+        again = [run(calls[i]) for _ in range(10)]
+        return all(same_bits(x, y) for result in again for x, y in zip(result, results[i], strict=True))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(repeat, range(2)))
+
+
 # --- which engine -----------------------------------------------------------------------------------------------------
 
 
@@ -383,8 +443,18 @@ def test_an_openblas_that_is_not_there(cpu_backend, monkeypatch, tmp_path):
 @pytest.mark.parametrize("threads", chunk_plan_checks.THREADS)
 @pytest.mark.parametrize("lengths", chunk_plan_checks.PACKS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
 @pytest.mark.parametrize("heads", chunk_plan_checks.HEADS, ids=str)
-def test_the_plan_keeps_every_thread_busy(lengths, heads, threads):
-    chunk_plan_checks.check(gdn_cpu._C.chunk_plan, lengths, heads, threads)
+@pytest.mark.parametrize("is_bfloat16", [False, True])
+def test_the_plan_keeps_every_thread_busy(cpu_backend, lengths, heads, threads, is_bfloat16):
+    chunk_plan_checks.check(partial(gdn_cpu._C.chunk_plan, is_bfloat16=is_bfloat16), lengths, heads, threads)
+
+
+@pytest.mark.parametrize("HV, threads", [(16, 64), (16, 192), (32, 64), (32, 192), (64, 192)])
+def test_a_long_sequence_is_shared(cpu_backend, HV, threads):
+    time, _, chains, shared = gdn_cpu._C.chunk_plan([4096], 16, HV, 128, 128, threads, is_bfloat16=True)
+    assert shared == len(chains) <= threads
+    # As fast as were its heads divided without any work done twice, and a third more for what threads fetch.
+    whole = gdn_cpu._C.chunk_plan([4096], 16, HV, 128, 128, 1, is_bfloat16=True)[0]
+    assert time < 2.0 * whole / threads
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,23 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
-    Fault("heads that do not fill a span are left out", "first < work.num_value_heads; first", "first < span; first"),
-    Fault("columns after the first tile are left out", "v < work.value_dim; v", "v < division.columns; v"),
+    Fault(
+        "heads that do not fill a span are left out", "first < work.num_value_heads; first += span", "first < span; first += span"
+    ),
+    Fault(
+        "columns after the first tile are left out",
+        "v < work.value_dim; v += division.columns",
+        "v < division.columns; v += division.columns",
+    ),
+    Fault("shared sequences lack a key head", "first < work.num_value_heads; first += group", "first + group < work.num_value_heads; first += group"),
+    Fault(
+        "shared heads lack their last columns",
+        "v < work.value_dim; v += columns",
+        "v + columns < work.value_dim; v += columns",
+    ),
+    Fault("sequences beside shared ones are left out", "if (is_shared || work.lengths[n] == 0)", "if (n > 0)"),
+    Fault("nothing is shared", "has_shared = !shared.plan.chains.empty()", "has_shared = false"),
+    Fault("shared chains compute all their outputs", "if (chains < work.threads)", "if (false)"),
     Fault(
         "tiles overlap",
         "std::min(v + division.columns, work.value_dim)",
@@ -48,18 +63,20 @@ def load(source: Path, folder: Path):
     if compiler is None or shutil.which(compiler) is None:
         pytest.skip("no C++ compiler")
     library = folder / "plan.so"
-    sources = [str(source), str(Path(__file__).parent / "chunk_plan.cpp")]
+    others = (Path(__file__).parent / "chunk_plan.cpp", PLAN.with_name("chunk_schedule.cpp"))
+    sources = [str(source), *map(str, others)]
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{SOURCES}", *sources, "-o", str(library)]
     subprocess.run(command, check=True)
     function = ctypes.CDLL(str(library)).chunk_plan
     function.restype = ctypes.c_int64
 
     def plan(lengths, H, HV, K, V, threads):
-        times = (ctypes.c_double * threads)()
+        time, work = ctypes.c_double(), (ctypes.c_double * threads)()
         chains = (ctypes.c_int64 * (6 * MOST_CHAINS))()
         sizes = [ctypes.c_int64(size) for size in (len(lengths), H, HV, K, V)]
-        counted = function((ctypes.c_int64 * len(lengths))(*lengths), *sizes, threads, times, chains, MOST_CHAINS)
-        return list(times), [tuple(chains[6 * i : 6 * i + 6]) for i in range(counted)]
+        results = (ctypes.byref(time), work, chains)
+        counted = function((ctypes.c_int64 * len(lengths))(*lengths), *sizes, threads, *results, MOST_CHAINS)
+        return time.value, list(work), [tuple(chains[6 * i : 6 * i + 6]) for i in range(counted)], 0
 
     return plan
 

@@ -46,34 +46,39 @@ void set_gemm(const std::string& name) {
 
 using ChainRow = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
-std::tuple<std::vector<double>, std::vector<ChainRow>> chunk_plan(std::vector<std::int64_t> lengths,
-                                                                  std::int64_t num_key_heads,
-                                                                  std::int64_t num_value_heads, std::int64_t key_dim,
-                                                                  std::int64_t value_dim, int threads) {
-  const gdn::cpu::ChunkPlan plan = gdn::cpu::plan_chunks({.lengths = std::move(lengths),
-                                                          .num_key_heads = num_key_heads,
-                                                          .num_value_heads = num_value_heads,
-                                                          .key_dim = key_dim,
-                                                          .value_dim = value_dim,
-                                                          .threads = threads});
+gdn::cpu::ChunkWork chunk_work(std::vector<std::int64_t> lengths, std::int64_t num_key_heads,
+                               std::int64_t num_value_heads, std::int64_t key_dim, std::int64_t value_dim, int threads,
+                               bool is_bfloat16) {
+  const gdn::cpu::ChunkKernel* kernel = gdn::cpu::chunk_kernel(is_bfloat16);
+  if (kernel == nullptr) gdn::raise_value("the level in use has no engine '" + gdn::cpu::forced_gemm() + "'");
+  return {.lengths = std::move(lengths),
+          .num_key_heads = num_key_heads,
+          .num_value_heads = num_value_heads,
+          .key_dim = key_dim,
+          .value_dim = value_dim,
+          .column_step = kernel->column_step,
+          .threads = threads,
+          .kernel = kernel};
+}
+
+std::tuple<double, std::vector<double>, std::vector<ChainRow>, std::size_t> chunk_plan(
+    std::vector<std::int64_t> lengths, std::int64_t num_key_heads, std::int64_t num_value_heads, std::int64_t key_dim,
+    std::int64_t value_dim, int threads, bool is_bfloat16) {
+  const gdn::cpu::ChunkPlan plan = gdn::cpu::plan_chunks(
+      chunk_work(std::move(lengths), num_key_heads, num_value_heads, key_dim, value_dim, threads, is_bfloat16));
   std::vector<ChainRow> chains;
   for (const gdn::cpu::ChunkChain& chain : plan.chains) {
     chains.emplace_back(chain.sequence, chain.head_begin, chain.head_end, chain.v_begin, chain.v_end, chain.length);
   }
-  return {gdn::cpu::simulate(plan, threads), std::move(chains)};
+  gdn::cpu::Simulation run = gdn::cpu::simulate(plan, threads);
+  return {run.time, std::move(run.work), std::move(chains), plan.shared_chains()};
 }
 
 std::int64_t chunk_memory(std::vector<std::int64_t> lengths, std::int64_t num_key_heads, std::int64_t num_value_heads,
                           std::int64_t key_dim, std::int64_t value_dim, int threads, bool is_bfloat16) {
-  const gdn::cpu::ChunkKernel* kernel = gdn::cpu::chunk_kernel(is_bfloat16);
-  if (kernel == nullptr) gdn::raise_value("the level in use has no engine '" + gdn::cpu::forced_gemm() + "'");
-  return gdn::cpu::chunked_memory(*kernel, {.lengths = std::move(lengths),
-                                            .num_key_heads = num_key_heads,
-                                            .num_value_heads = num_value_heads,
-                                            .key_dim = key_dim,
-                                            .value_dim = value_dim,
-                                            .column_step = kernel->column_step,
-                                            .threads = threads});
+  const gdn::cpu::ChunkWork work =
+      chunk_work(std::move(lengths), num_key_heads, num_value_heads, key_dim, value_dim, threads, is_bfloat16);
+  return gdn::cpu::chunked_memory(*work.kernel, work);
 }
 
 std::tuple<std::int64_t, std::int64_t, bool> recurrence_plan(const std::vector<std::int64_t>& lengths,
@@ -104,7 +109,9 @@ NB_MODULE(_C, m) {
         "Open that library for the engine 'openblas'; '' or what went wrong.");
   m.def("openblas_config", &gdn::cpu::openblas_config, "What OpenBLAS says of itself, or ''.");
   m.def("chunk_plan", &chunk_plan, "lengths"_a, "num_key_heads"_a, "num_value_heads"_a, "key_dim"_a, "value_dim"_a,
-        "threads"_a, "Estimated work of each thread, and (sequence, heads, columns, tokens) of each chain of chunks.");
+        "threads"_a, "is_bfloat16"_a,
+        "Estimated time and work of each thread, (sequence, heads, columns, tokens) of each chain of chunks, and how "
+        "many of the chains share what does not depend on their states.");
   m.def("chunk_memory", &chunk_memory, "lengths"_a, "num_key_heads"_a, "num_value_heads"_a, "key_dim"_a, "value_dim"_a,
         "threads"_a, "is_bfloat16"_a, "Bytes that such a call allocates, all threads together, at most.");
   m.def("environment_error", &gdn::cpu::environment_error, "What is wrong with GDN_CPU_ISA or GDN_CPU_GEMM, or ''.");

@@ -4,22 +4,24 @@
 // each other, and nothing else depends on them. Threads take turns of a chain: all its chunks, or a few at a time where
 // whole chains would leave threads idle.
 //
-// With fewer chains than threads some have nothing to do: a sequence has as many chains as value heads times tiles of
-// column_step columns, 128 where 16 heads have 128 columns each, so that with 192 threads the busiest has 1.5 times the
-// mean. What would change that, per chunk and in units of one head and column (chunk_plan.cpp):
-// - Half tiles: 256 chains. A vector of 16 columns costs the same with 8 in it, 46 with its head's and key head's part:
-//   the mean grows to the busiest thread's work, and the call takes a third longer.
-// - What does not depend on the state (q and k as operands, their products, the decays: 30 of those 46), computed for
-//   several chunks at once by whoever is free, and handed to the chains, which keep 16. All is then 16 x 30 + 128 x 16
-//   = 2528 units a chunk, 13.2 for each of 192 threads: the chain is 1.21 times the mean.
-// - The solve out of the chain too, as u = T v - (T k) M: a chain keeps 14.9 and the mean is 14.0, but T k becomes an
-//   operand of products of bf16, which similar keys do not survive, and all threads pay for it.
-// The second would take 2.9 times less for one sequence on more threads than chains. It needs operands of all chunks in
-// flight, 60 KiB a head, which threads leave each other, and waits between them.
+// Every chain computes what its columns share, and the finer the columns, the more of the work is that: of a chunk of
+// one head with 16 columns 30 units of 49. With more threads than heads, long sequences are therefore shared
+// (chunk_schedule.h): what does not depend on the state is prepared once a chunk, by whoever is free, and a chain has a
+// thread from its begin to its end. Where threads are left over, they also compute outputs, which chains leave behind.
+//
+// Costs are in units of one column of a head and token, of 128 columns run together: 0.31 us a chunk with AVX512-BF16 and
+// 0.53 in fp32 on a core of Zen 4, K = V = 128. What one core prepares, another has to fetch: measured between two
+// cores that share a third-level cache, with the next chunk's operands asked for during this one's, a step of 16 columns
+// takes 38 units with its outputs and 23 without (19 and 13 from its own cache), and of 128 columns 125 and 82. Beyond
+// such a cache it takes longer, which was not measured. One sequence, estimated units of the busiest thread a chunk:
+//   16 value heads: 64 threads 65 -> 51, 192 threads 49 -> 28
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
+
+#include "kernels/params.h"
 
 namespace gdn::cpu {
 
@@ -29,6 +31,7 @@ struct ChunkWork {
   std::int64_t key_dim = 0, value_dim = 0;
   std::int64_t column_step = 16;  // columns are divided at multiples of this
   int threads = 1;
+  const ChunkKernel* kernel = nullptr;  // whose memory is bounded; null: it is not
 };
 
 struct ChunkChain {
@@ -39,16 +42,37 @@ struct ChunkChain {
   double token_cost;  // in units of one head and column
 };
 
+// Chains that share what does not depend on their states: those of a sequence and key head.
+struct ChunkGroup {
+  std::size_t chain_begin, chain_end;
+  double preparation_cost;  // a token
+};
+
 struct ChunkPlan {
-  std::vector<ChunkChain> chains;  // of most work first
+  std::vector<ChunkChain> chains;  // those of groups first, then of most work first
   std::int64_t turn_tokens = 0;    // a multiple of 64; 0: whole chains
+  std::vector<ChunkGroup> groups;
+  bool leaves_outputs = false;       // of the chains of groups, to free threads
+  std::int64_t prepared_chunks = 0;  // in memory at a time, of each group
+  std::int64_t kept_chunks = 0;      // of each chain that leaves outputs
+
+  [[nodiscard]] std::size_t shared_chains() const { return groups.empty() ? 0 : groups.back().chain_end; }
 };
 
 ChunkPlan plan_chunks(const ChunkWork& work);
 
-// Who runs what in which order, were all costs as estimated: the work of each thread until it has none left, the time
-// it waits included.
-std::vector<double> simulate(const ChunkPlan& plan, int threads);
+// Costs a token: of a step of a shared chain; of its outputs, on its own thread or on another; and of a chunk that a
+// chain of a group prepares for itself.
+double step_cost(const ChunkPlan& plan, const ChunkChain& chain);
+double output_cost(const ChunkChain& chain, bool is_own);
+double unshared_cost(const ChunkGroup& group, const ChunkChain& chain);
+
+// Who runs what in which order, were all costs as estimated.
+struct Simulation {
+  std::vector<double> work;  // of each thread, what it waits for not included
+  double time = 0;           // until the last one is done
+};
+Simulation simulate(const ChunkPlan& plan, int threads);
 
 // What is left to do. The thread that asks gets a turn of the chain with most work left, of those that nobody runs.
 class ChunkQueue {

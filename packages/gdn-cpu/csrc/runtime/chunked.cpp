@@ -7,8 +7,10 @@
 #include <mutex>
 #include <new>
 #include <optional>
+#include <thread>
 #include <vector>
 
+#include "runtime/chunk_schedule.h"
 #include "runtime/openblas.h"
 #include "runtime/parallel.h"
 #include "runtime/team.h"
@@ -18,6 +20,11 @@ namespace gdn::cpu {
 namespace {
 
 ThreadMemory& workspace_memory() {
+  thread_local ThreadMemory memory;
+  return memory;
+}
+// Of the thread that calls: what threads that share a sequence leave each other.
+ThreadMemory& shared_memory() {
   thread_local ThreadMemory memory;
   return memory;
 }
@@ -43,6 +50,15 @@ void advance(AnyOperand& x, std::int64_t batch, std::int64_t token, std::int64_t
   const std::int64_t index = batch * x.batch_stride + token * x.token_stride + head * x.head_stride;
   x.data = reinterpret_cast<decltype(x.data)>(reinterpret_cast<std::uintptr_t>(x.data) +
                                               static_cast<std::uintptr_t>(index * element_size(x.dtype)));
+}
+
+// Tells the core that its thread does nothing but look again.
+void pause_thread() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
 }
 
 // The last tokens of a sequence, for some heads of one key head, as a call of its own that starts from `carried`
@@ -105,11 +121,32 @@ bool has_tail(const ChunkKernel& chunk, const ChunkChain& chain) {
 std::int64_t carried_floats(const ChunkPlan& plan, std::int64_t head_size, const ChunkChain& chain) {
   return plan.turn_tokens > 0 ? 0 : (chain.head_end - chain.head_begin) * head_size;
 }
-std::int64_t shared_floats(const ChunkPlan& plan, const ChunkWork& work) {
+std::int64_t turn_floats(const ChunkPlan& plan, const ChunkWork& work) {
   if (plan.turn_tokens == 0) return 0;
   return static_cast<std::int64_t>(work.lengths.size()) * work.num_value_heads * work.key_dim * work.value_dim;
 }
+
+// Where what is prepared of each group and kept of each shared chain lies.
+struct SharedLayout {
+  std::int64_t prepared_bytes = 0, kept_bytes = 0;  // of a chunk
+  std::int64_t kept_begin = 0, end = 0;
+
+  SharedLayout() = default;
+  SharedLayout(const ChunkPlan& plan, const ChunkWork& work) {
+    if (plan.groups.empty()) return;
+    const ChunkSteps& steps = *work.kernel->steps;
+    prepared_bytes = steps.prepared_bytes(work.key_dim, work.num_value_heads / work.num_key_heads);
+    for (std::size_t i = 0; i < plan.shared_chains(); ++i) {
+      const ChunkChain& chain = plan.chains[i];
+      kept_bytes = std::max(kept_bytes, steps.kept_bytes(work.key_dim, chain.v_end - chain.v_begin));
+    }
+    kept_begin = static_cast<std::int64_t>(plan.groups.size()) * plan.prepared_chunks * prepared_bytes;
+    end = kept_begin + static_cast<std::int64_t>(plan.shared_chains()) * plan.kept_chunks * kept_bytes;
+  }
+};
+
 int useful_threads(const ChunkPlan& plan, int threads) {
+  if (!plan.groups.empty()) return threads;
   return static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(threads), plan.chains.size()));
 }
 
@@ -125,11 +162,18 @@ class ChunkedCall {
                    .key_dim = params.key_dim,
                    .value_dim = params.value_dim,
                    .column_step = chunk.column_step,
-                   .threads = threads};
+                   .threads = threads,
+                   .kernel = &chunk};
     for (const std::int64_t sequence : sequences) work.lengths.push_back(sequence_length(params, sequence));
     plan_ = plan_chunks(work);
-    carried_.resize(static_cast<std::size_t>(shared_floats(plan_, work)));
-    queue_ = std::make_unique<ChunkQueue>(plan_);
+    carried_.resize(static_cast<std::size_t>(turn_floats(plan_, work)));
+    if (plan_.groups.empty()) {
+      queue_ = std::make_unique<ChunkQueue>(plan_);
+      return;
+    }
+    layout_ = SharedLayout(plan_, work);
+    shared_ = static_cast<char*>(shared_memory().at_least(layout_.end));
+    schedule_ = std::make_unique<ChunkSchedule>(plan_, chunk.shortest);
   }
 
   int useful_threads(int threads) const { return steps_.empty() ? cpu::useful_threads(plan_, threads) : threads; }
@@ -137,10 +181,118 @@ class ChunkedCall {
   // First what streams states through the caches, which the outputs of the chunks are to be in afterwards.
   void run_share() {
     for (RecurrenceWork* work : steps_) work->run_share();
-    run_turns();
+    schedule_ != nullptr ? run_jobs() : run_turns();
   }
 
  private:
+  using Job = ChunkSchedule::Job;
+  using Kind = ChunkSchedule::Kind;
+
+  void run_jobs() {
+    ChunkSchedule::Worker worker;
+    int waits = 0;
+    for (Job job = schedule_->next(worker); job.kind != Kind::kDone; job = schedule_->next(worker)) {
+      if (job.kind == Kind::kWait) {
+        wait(waits++);
+        continue;
+      }
+      waits = 0;
+      const bool leaves_outputs = run(job);
+      schedule_->finish(worker, job, leaves_outputs);
+    }
+  }
+
+  // What is waited for takes a few microseconds, unless its thread has no core.
+  static void wait(int waits) {
+    constexpr int kSpins = 64;
+    if (waits >= kSpins) return std::this_thread::yield();
+    for (int i = 0; i < 16; ++i) pause_thread();
+  }
+
+  bool run(const Job& job) {
+    switch (job.kind) {
+      case Kind::kPrepare:
+        prepare(job);
+        return false;
+      case Kind::kStep:
+        return run_step(job);
+      case Kind::kOutput:
+        run_output(job);
+        return false;
+      default:
+        run(ChunkQueue::Turn{job.index, 0, plan_.chains[job.index].length});
+        return false;
+    }
+  }
+
+  char* prepared(std::size_t group, std::int64_t chunk) const {
+    const auto place = static_cast<std::int64_t>(group) * plan_.prepared_chunks + chunk % plan_.prepared_chunks;
+    return shared_ + place * layout_.prepared_bytes;
+  }
+  char* kept(std::size_t chain, std::int64_t chunk) const {
+    if (!plan_.leaves_outputs) return nullptr;
+    const auto place = static_cast<std::int64_t>(chain) * plan_.kept_chunks + chunk % plan_.kept_chunks;
+    return shared_ + layout_.kept_begin + place * layout_.kept_bytes;
+  }
+
+  ChunkTask task_of(const ChunkChain& chain, std::int64_t token_begin, std::int64_t token_end) const {
+    return {.sequence = sequences_[static_cast<std::size_t>(chain.sequence)],
+            .head_begin = chain.head_begin,
+            .head_end = chain.head_end,
+            .v_begin = chain.v_begin,
+            .v_end = chain.v_end,
+            .token_begin = token_begin,
+            .token_end = token_end,
+            .blas = &openblas()};
+  }
+  ChunkTask task_of(std::size_t chain, std::int64_t chunk) const {
+    const std::int64_t begin = chunk * kChunkTokens;
+    return task_of(plan_.chains[chain], begin, begin + schedule_->tokens(chain, chunk));
+  }
+
+  // Columns of no chain: only what is before them in the workspace, where a thread may have a state, is used.
+  void prepare(const Job& job) {
+    const ChunkGroup& group = plan_.groups[job.index];
+    ChunkTask task = task_of(group.chain_begin, job.chunk);
+    task.head_end = plan_.chains[group.chain_end - 1].head_end;
+    task.v_end = task.v_begin;
+    void* workspace = workspace_memory().at_least(chunk_.workspace_bytes(params_.key_dim, 0, 0));
+    chunk_.steps->prepare(params_, task, prepared(job.index, job.chunk), workspace);
+  }
+
+  ChunkStep step_of(const Job& job) const {
+    const std::size_t group = schedule_->group_index(job.index);
+    const std::int64_t last = schedule_->chunks(job.index) - 1;
+    return {.task = task_of(job.index, job.chunk),
+            .tokens_end = last * kChunkTokens + schedule_->tokens(job.index, last),
+            .prepared = job.is_prepared ? prepared(group, job.chunk) : nullptr,
+            .next_prepared = job.is_next_prepared ? prepared(group, job.chunk + 1) : nullptr,
+            .kept = kept(job.index, job.chunk),
+            .next_kept = kept(job.index, job.chunk + 1)};
+  }
+
+  bool run_step(const Job& job) {
+    const ChunkChain& chain = plan_.chains[job.index];
+    ChunkStep step = step_of(job);
+    void* workspace = workspace_memory().at_least(workspace_bytes(chunk_, params_.key_dim, chain));
+    if (job.chunk == 0) chunk_.steps->begin(params_, step, workspace);
+    const bool leaves_outputs = chunk_.steps->run(params_, step, workspace);
+    if (job.chunk + 1 < schedule_->chunks(job.index)) return leaves_outputs;
+    const bool ends_in_tail = step.tokens_end < chain.length;
+    step.kept = step.next_kept;
+    if (ends_in_tail) step.task.carried_out = carried(chain);
+    chunk_.steps->end(params_, step, workspace);
+    if (ends_in_tail) run_tail(step.task, step.tokens_end, chain.length - step.tokens_end, carried(chain), workspace);
+    return leaves_outputs;
+  }
+
+  void run_output(const Job& job) {
+    ChunkStep step = step_of(job);
+    step.prepared = prepared(schedule_->group_index(job.index), job.chunk);
+    void* workspace = workspace_memory().at_least(chunk_.workspace_bytes(params_.key_dim, 0, 0));
+    chunk_.steps->output(params_, step, workspace);
+  }
+
   void run_turns() {
     ChunkQueue::Turn turn{};
     for (bool has_turn = next(nullptr, turn); has_turn;) {
@@ -171,14 +323,7 @@ class ChunkedCall {
     const std::int64_t tail = chain.length % kChunkTokens;
     const bool ends_in_tail = turn.token_end == chain.length && has_tail(chunk_, chain);
     const std::int64_t chunks_end = ends_in_tail ? chain.length - tail : turn.token_end;
-    ChunkTask task{.sequence = sequences_[static_cast<std::size_t>(chain.sequence)],
-                   .head_begin = chain.head_begin,
-                   .head_end = chain.head_end,
-                   .v_begin = chain.v_begin,
-                   .v_end = chain.v_end,
-                   .token_begin = turn.token_begin,
-                   .token_end = chunks_end,
-                   .blas = &openblas()};
+    ChunkTask task = task_of(chain, turn.token_begin, chunks_end);
     if (turn.token_begin > 0) task.carried_in = carried(chain);
     if (chunks_end < chain.length) task.carried_out = carried(chain);
     void* workspace = workspace_memory().at_least(workspace_bytes(chunk_, params_.key_dim, chain));
@@ -210,6 +355,10 @@ class ChunkedCall {
   std::vector<float> carried_;  // [sequences, HV, K, V]
   std::mutex mutex_;
   std::unique_ptr<ChunkQueue> queue_;
+  // Where sequences are shared.
+  std::unique_ptr<ChunkSchedule> schedule_;
+  SharedLayout layout_;
+  char* shared_ = nullptr;
 };
 
 }  // namespace
@@ -240,7 +389,7 @@ std::int64_t chunked_memory(const ChunkKernel& chunk, const ChunkWork& work) {
     of_tail = std::max(of_tail, carried + static_cast<std::int64_t>(sizeof(RecurrenceScratch)));
   }
   const auto threads = static_cast<std::int64_t>(useful_threads(plan, work.threads));
-  return threads * (workspace + of_tail) + shared_floats(plan, work) * float_size;
+  return threads * (workspace + of_tail) + turn_floats(plan, work) * float_size + SharedLayout(plan, work).end;
 }
 
 }  // namespace gdn::cpu
