@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Threads that run a schedule of shared sequences whose jobs only leave marks, for test_chunk_schedule.py. The marks are
-// plain memory: the thread sanitizer sees whatever the schedule does not order.
+// Threads that run a schedule of shared sequences whose jobs only leave marks, for test_chunk_schedule.py. The marks
+// are plain memory: the thread sanitizer sees whatever the schedule does not order.
 //
 //   chunk_schedule <threads> <groups> <chains of each> <chunks> <prepared chunks> <leaves outputs> <others> <seed>
 #include "runtime/chunk_schedule.h"
@@ -104,7 +104,8 @@ class Run {
   }
 
   void output(const ChunkSchedule::Job& job) {
-    require(prepared(schedule_.group_index(job.index), job.chunk) == job.chunk, "outputs want another chunk's operands");
+    require(prepared(schedule_.group_index(job.index), job.chunk) == job.chunk,
+            "outputs want another chunk's operands");
     require(kept(job.index, job.chunk) == job.chunk, "outputs want another chunk's state");
     ++outputs_[job.index][size(job.chunk)];
   }

@@ -38,8 +38,8 @@ FAULTS = (
     Fault("shared sequences lack a key head", "first < work.num_value_heads; first += group", "first + group < work.num_value_heads; first += group"),
     Fault(
         "shared heads lack their last columns",
-        "v < work.value_dim; v += columns",
-        "v + columns < work.value_dim; v += columns",
+        "std::min(v + columns, work.value_dim)",
+        "std::min(v + columns, work.value_dim - 1)",
     ),
     Fault("sequences beside shared ones are left out", "if (is_shared || work.lengths[n] == 0)", "if (n > 0)"),
     Fault("nothing is shared", "has_shared = !shared.plan.chains.empty()", "has_shared = false"),

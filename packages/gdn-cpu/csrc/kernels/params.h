@@ -283,12 +283,12 @@ inline constexpr std::int64_t kChunkTokens = 64;
 // The same for one head, chunk by chunk, where threads share a sequence. Between steps the state is in the workspace;
 // or, if the outputs are left to others, in memory that is kept for them.
 struct ChunkStep {
-  ChunkTask task;               // of one chunk; token_begin and token_end of no matter where states are moved
-  std::int64_t tokens_end = 0;  // of the steps that follow
-  void* prepared = nullptr;     // what prepare() has left; null: the step does it for itself
+  ChunkTask task;                 // of one chunk; token_begin and token_end of no matter where states are moved
+  std::int64_t tokens_end = 0;    // of the steps that follow
+  void* prepared = nullptr;       // what prepare() has left; null: the step does it for itself
   void* next_prepared = nullptr;  // the same of the next step, to ask for meanwhile; null: it is not there yet
-  void* kept = nullptr;         // the state before the chunk, and what its outputs need; null: in the workspace
-  void* next_kept = nullptr;    // where the state goes
+  void* kept = nullptr;           // the state before the chunk, and what its outputs need; null: in the workspace
+  void* next_kept = nullptr;      // where the state goes
 };
 
 struct ChunkSteps {

@@ -9,11 +9,12 @@
 // (chunk_schedule.h): what does not depend on the state is prepared once a chunk, by whoever is free, and a chain has a
 // thread from its begin to its end. Where threads are left over, they also compute outputs, which chains leave behind.
 //
-// Costs are in units of one column of a head and token, of 128 columns run together: 0.31 us a chunk with AVX512-BF16 and
-// 0.53 in fp32 on a core of Zen 4, K = V = 128. What one core prepares, another has to fetch: measured between two
-// cores that share a third-level cache, with the next chunk's operands asked for during this one's, a step of 16 columns
-// takes 38 units with its outputs and 23 without (19 and 13 from its own cache), and of 128 columns 125 and 82. Beyond
-// such a cache it takes longer, which was not measured. One sequence, estimated units of the busiest thread a chunk:
+// Costs are in units of one column of a head and token, of 128 columns run together: 0.31 us a chunk with AVX512-BF16
+// and 0.53 in fp32 on a core of Zen 4, K = V = 128. What one core prepares, another has to fetch: measured between two
+// cores that share a third-level cache, with the next chunk's operands asked for during this one's, a step of 16
+// columns takes 38 units with its outputs and 23 without (19 and 13 from its own cache), and of 128 columns 125 and 82.
+// Beyond such a cache it takes longer, which was not measured. One sequence, estimated units of the busiest thread a
+// chunk:
 //   16 value heads: 64 threads 65 -> 51, 192 threads 49 -> 28
 #pragma once
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Who does what of sequences that threads share. A chain has one thread from its begin to its end. What its next chunk
-// needs of q, k and the gates is prepared once for all chains of its group, some chunks ahead, by whoever is free: first
-// threads without a chain. A chain that finds nothing prepared
+// needs of q, k and the gates is prepared once for all chains of its group, some chunks ahead, by whoever is free:
+// first threads without a chain. A chain that finds nothing prepared
 // - prepares what nobody has claimed yet, for all;
 // - waits, where another thread has claimed it;
 // - prepares for itself, where memory is still taken by a chunk that a slower chain has not passed.
@@ -72,9 +72,9 @@ class ChunkSchedule {
   using Count = std::atomic<std::int64_t>;
 
   struct alignas(kLine) Group {
-    Count claimed{0};                // chunks whose preparation someone has begun
-    Count limit{0};                  // of these, at most: the memory of older ones is free
-    std::unique_ptr<Count[]> ready;  // in each place: the chunk that is prepared there, plus one
+    Count claimed{0};                 // chunks whose preparation someone has begun
+    Count limit{0};                   // of these, at most: the memory of older ones is free
+    std::unique_ptr<Count[]> ready;   // in each place: the chunk that is prepared there, plus one
     std::unique_ptr<Count[]> passed;  // of each chain: chunks that it needs no more
   };
 

@@ -39,9 +39,9 @@ def load_openblas(path: str) -> str:
 def openblas_config() -> str:
     """What OpenBLAS says of itself, or ''."""
 
-def chunk_plan(lengths: Sequence[int], num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, threads: int) -> tuple[list[float], list[tuple[int, int, int, int, int, int]]]:
+def chunk_plan(lengths: Sequence[int], num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, threads: int, is_bfloat16: bool) -> tuple[float, list[float], list[tuple[int, int, int, int, int, int]], int]:
     """
-    Estimated work of each thread, and (sequence, heads, columns, tokens) of each chain of chunks.
+    Estimated time and work of each thread, (sequence, heads, columns, tokens) of each chain of chunks, and how many of the chains share what does not depend on their states.
     """
 
 def chunk_memory(lengths: Sequence[int], num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, threads: int, is_bfloat16: bool) -> int:

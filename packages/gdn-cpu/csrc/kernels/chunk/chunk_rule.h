@@ -16,10 +16,10 @@
 // No sum crosses columns: values do not depend on how these are divided. A chunk is cut where g is -inf, and what is
 // before the cut is not read after it.
 //
-// The same in parts, for threads that share a sequence: prepare() computes all that does not depend on the state for one
-// chunk of a key head and its value heads; step() runs a chunk of some columns of a head from it, whose state stays with
-// the thread; output() computes o of a step from the state before it and u, on any thread. Each does what a call of
-// consecutive chunks does, in the same order within each element.
+// The same in parts, for threads that share a sequence: prepare() computes all that does not depend on the state for
+// one chunk of a key head and its value heads; step() runs a chunk of some columns of a head from it, whose state stays
+// with the thread; output() computes o of a step from the state before it and u, on any thread. Each does what a call
+// of consecutive chunks does, in the same order within each element.
 //
 // Bound by arithmetic: per head and chunk, K = V = 128, 4.0 million multiply-adds, of them 0.25 in the solve. One core
 // of Zen 4, two value heads a key head, 1024 tokens, us a head and chunk (the arithmetic alone: 37 with bf16, 69 in

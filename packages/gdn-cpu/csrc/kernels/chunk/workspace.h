@@ -80,7 +80,7 @@ struct ChunkOperands {
 
 // What a step keeps of a chunk for whoever computes its outputs.
 struct KeptSummary {
-  bool has_state;                                         // before the chunk
+  bool has_state;                                            // before the chunk
   std::uint8_t not_finite[kMaxHeadDim / kPanelColumns + 1];  // of each panel: a bit per block of rows of u
 };
 template <class Engine>
