@@ -313,7 +313,7 @@ def shared_arguments(lengths: tuple[int, ...], sizes: tuple[int, ...], threads: 
 
 
 # Chains with a thread each, fewer and more; heads and columns that do not divide evenly; a tail that is no chunk.
-@pytest.mark.parametrize("threads", [7, 16, 64])
+@pytest.mark.parametrize("threads", [8, 16, 64])
 @pytest.mark.parametrize(
     "case",
     [((700,), (1, 2, 64, 128)), ((1000, 40), (1, 3, 128, 128)), ((300, 290, 9), (2, 4, 96, 80)), ((333,), (1, 1, 33, 65))],

@@ -210,8 +210,8 @@ bool fit_memory(const ChunkWork& work, ChunkPlan& plan) {
   }
   const std::int64_t of_chunk = static_cast<std::int64_t>(plan.groups.size()) *
                                 steps.prepared_bytes(work.key_dim, work.num_value_heads / work.num_key_heads);
-  const std::int64_t rest =
-      kMostBytes - work.threads * workspace - static_cast<std::int64_t>(plan.shared_chains()) * plan.kept_chunks * kept;
+  const std::int64_t rest = kMostBytes - useful_threads(plan, work.threads) * workspace -
+                            static_cast<std::int64_t>(plan.shared_chains()) * plan.kept_chunks * kept;
   plan.prepared_chunks = std::min(plan.prepared_chunks, rest / of_chunk);
   return plan.prepared_chunks >= kFewestPrepared;
 }
@@ -326,6 +326,12 @@ double least_time(const ChunkWork& work, const std::vector<Division>& all) {
 }
 
 }  // namespace
+
+// Beside chains, what a group prepares keeps two threads busy, and the outputs of a chain one.
+int useful_threads(const ChunkPlan& plan, int threads) {
+  const std::size_t helpers = 2 * plan.groups.size() + (plan.leaves_outputs ? plan.shared_chains() : 0);
+  return static_cast<int>(std::min(static_cast<std::size_t>(threads), plan.chains.size() + helpers));
+}
 
 double step_cost(const ChunkPlan& plan, const ChunkChain& chain) {
   const double tile = tile_cost(chain);

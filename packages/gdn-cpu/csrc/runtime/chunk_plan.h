@@ -9,13 +9,19 @@
 // (chunk_schedule.h): what does not depend on the state is prepared once a chunk, by whoever is free, and a chain has a
 // thread from its begin to its end. Where threads are left over, they also compute outputs, which chains leave behind.
 //
-// Costs are in units of one column of a head and token, of 128 columns run together: 0.31 us a chunk with AVX512-BF16
-// and 0.53 in fp32 on a core of Zen 4, K = V = 128. What one core prepares, another has to fetch: measured between two
-// cores that share a third-level cache, with the next chunk's operands asked for during this one's, a step of 16
-// columns takes 38 units with its outputs and 23 without (19 and 13 from its own cache), and of 128 columns 125 and 82.
-// Beyond such a cache it takes longer, which was not measured. One sequence, estimated units of the busiest thread a
-// chunk:
-//   16 value heads: 64 threads 65 -> 51, 192 threads 49 -> 28
+// Costs are in units of one column of a head in a chunk, as of 128 columns run together: 0.31 us with AVX512-BF16 and
+// 0.53 us in fp32 on a core of Zen 4, K = V = 128. With 16 columns a step takes 19 units, outputs included, of which
+// these are 6, and preparation 27 a key head and 2.5 a value head. What one core prepares another has to fetch: between
+// two cores that share a third-level cache, with the next operands asked for during the step before, a step of 16
+// columns then takes 38 units with its outputs, 23 without them, and outputs take 10 more; of 128 columns 125, 82 and
+// the same. The plan counts on these. Beyond such a cache it takes longer, which was not measured.
+//
+// One sequence, units of the busiest thread a chunk, without and with sharing:
+//   16 value heads: 64 threads 65 and 46, 192 threads 49 and 27
+//   32 value heads: 64 threads 97 and 75, 192 threads 65 and 31
+//   64 value heads: 64 threads 161 and 140, 192 threads 87 and 56
+// Nothing else of a chain could leave it: u = T v - (T k) M has the solve outside, but makes T k an operand of products
+// in bf16, which similar keys do not survive.
 #pragma once
 
 #include <cstddef>
@@ -61,6 +67,9 @@ struct ChunkPlan {
 };
 
 ChunkPlan plan_chunks(const ChunkWork& work);
+
+// Of so many, those that find something to do.
+int useful_threads(const ChunkPlan& plan, int threads);
 
 // Costs a token: of a step of a shared chain; of its outputs, on its own thread or on another; and of a chunk that a
 // chain of a group prepares for itself.

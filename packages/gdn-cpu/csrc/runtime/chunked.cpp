@@ -145,11 +145,6 @@ struct SharedLayout {
   }
 };
 
-int useful_threads(const ChunkPlan& plan, int threads) {
-  if (!plan.groups.empty()) return threads;
-  return static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(threads), plan.chains.size()));
-}
-
 // One call: who has run what of it, and the states between turns.
 class ChunkedCall {
  public:
