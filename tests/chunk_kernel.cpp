@@ -26,15 +26,64 @@ AnyOperand operand(T* data, std::int64_t head_stride, std::int64_t token_stride)
   return x;
 }
 
-// A task in working memory of NaN, which nothing may read before it is written.
+using Engine = GDN_ISA::Fp32Engine;
+
+// Working memory of NaN, which nothing may read before it is written.
+class Memory {
+ public:
+  explicit Memory(std::int64_t bytes) : data_(std::aligned_alloc(kScratchAlignment, static_cast<std::size_t>(bytes))) {
+    std::memset(data_, 0xff, static_cast<std::size_t>(bytes));
+  }
+  ~Memory() { std::free(data_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  void* data_;
+};
+
 void run(const RecurrenceParams& params, const ChunkTask& task) {
-  using Engine = GDN_ISA::Fp32Engine;
   const std::int64_t columns = task.v_end - task.v_begin, heads = task.head_end - task.head_begin;
-  const auto bytes = static_cast<std::size_t>(GDN_ISA::chunk_workspace<Engine>(params.key_dim, columns, heads));
-  void* workspace = std::aligned_alloc(kScratchAlignment, bytes);
-  std::memset(workspace, 0xff, bytes);
-  GDN_ISA::run_chunks<Engine>(params, task, workspace);
-  std::free(workspace);
+  const Memory workspace(GDN_ISA::chunk_workspace<Engine>(params.key_dim, columns, heads));
+  GDN_ISA::run_chunks<Engine>(params, task, workspace.data());
+}
+
+// The same in parts, one head: preparation and outputs in a workspace of their own, as by other threads, and the
+// outputs of a chunk, if they are left, after the next one's step.
+void run_in_parts(const RecurrenceParams& params, const ChunkTask& whole, bool leaves_outputs) {
+  const ChunkSteps& steps = GDN_ISA::kChunkSteps<Engine>;
+  const std::int64_t columns = whole.v_end - whole.v_begin, group = params.num_value_heads / params.num_key_heads;
+  const Memory workspace(GDN_ISA::chunk_workspace<Engine>(params.key_dim, columns, 1));
+  const Memory other(GDN_ISA::chunk_workspace<Engine>(params.key_dim, 0, 0));
+  const std::int64_t prepared_size = steps.prepared_bytes(params.key_dim, group);
+  const Memory prepared[] = {Memory(prepared_size), Memory(prepared_size)};
+  const std::int64_t kept_size = steps.kept_bytes(params.key_dim, columns);
+  const Memory kept[] = {Memory(kept_size), Memory(kept_size), Memory(kept_size)};
+  const auto step_at = [&](std::int64_t chunk) {
+    ChunkStep step{.task = whole, .tokens_end = whole.token_end, .prepared = prepared[chunk % 2].data()};
+    step.task.token_begin = chunk * kChunkTokens;
+    step.task.token_end = GDN_ISA::min_of(step.task.token_begin + kChunkTokens, whole.token_end);
+    if (leaves_outputs) step.kept = kept[chunk % 3].data();
+    if (leaves_outputs) step.next_kept = kept[(chunk + 1) % 3].data();
+    return step;
+  };
+  steps.begin(params, step_at(0), workspace.data());
+  bool was_left = false;
+  std::int64_t chunk = 0;
+  for (; chunk * kChunkTokens < whole.token_end; ++chunk) {
+    const ChunkStep step = step_at(chunk);
+    ChunkTask all = step.task;
+    all.head_begin = whole.head_begin / group * group;
+    all.head_end = all.head_begin + group;
+    all.v_end = all.v_begin;
+    steps.prepare(params, all, step.prepared, other.data());
+    const bool is_left = steps.run(params, step, workspace.data());
+    if (was_left) steps.output(params, step_at(chunk - 1), other.data());
+    was_left = is_left;
+  }
+  if (was_left) steps.output(params, step_at(chunk - 1), other.data());
+  steps.end(params, step_at(chunk), workspace.data());
 }
 
 }  // namespace
@@ -43,6 +92,7 @@ struct Call {
   std::int64_t sequences, key_heads, value_heads, key_dim, value_dim;
   std::int64_t columns;  // of a task
   std::int64_t turn;     // tokens of a task; 0: all
+  std::int64_t parts;    // 1: in parts; 2: in parts that leave their outputs
   std::int64_t state_v_first;
   const std::int64_t* offsets;
   const std::int64_t* slots;
@@ -88,6 +138,12 @@ extern "C" void chunk_rule(int fault, const Call* call) {
         task.v_end = v + call->columns < call->value_dim ? v + call->columns : call->value_dim;
         task.token_begin = token;
         task.token_end = token + turn < length ? token + turn : length;
+        for (std::int64_t head = 0; call->parts > 0 && head < call->value_heads; ++head) {
+          task.head_begin = head;
+          task.head_end = head + 1;
+          run_in_parts(params, task, call->parts == 2);
+        }
+        if (call->parts > 0) continue;
         if (token > 0) task.carried_in = carried.data();
         if (task.token_end < length) task.carried_out = carried.data();
         run(params, task);

@@ -7,11 +7,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# (lengths, H, HV, K, V, threads) -> time, work of each thread, (sequence, heads, columns, length) of each chain, and how
-# many chains share what does not depend on their states.
+# (lengths, H, HV, K, V, threads) -> time, work of each thread, (sequence, heads, columns, length) of each chain, and
+# how many chains share what does not depend on their states.
 Plan = Callable[[list[int], int, int, int, int, int], tuple[float, Sequence[float], Sequence[tuple[int, ...]], int]]
 
-PACKS = ((4096,), (17, 64, 129, 1000), (8192, *(100,) * 20), tuple(range(1, 2000, 37)), (32768,), (500,) * 3, (700,) * 5)
+PACKS = (
+    (4096,),
+    (17, 64, 129, 1000),
+    (8192, *(100,) * 20),
+    tuple(range(1, 2000, 37)),
+    (32768,),
+    (500,) * 3,
+    (700,) * 5,
+)
 HEADS = ((16, 16), (16, 32), (16, 64))
 THREADS = (8, 64, 192)
 K, V = 128, 128

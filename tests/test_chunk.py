@@ -316,7 +316,12 @@ def shared_arguments(lengths: tuple[int, ...], sizes: tuple[int, ...], threads: 
 @pytest.mark.parametrize("threads", [8, 16, 64])
 @pytest.mark.parametrize(
     "case",
-    [((700,), (1, 2, 64, 128)), ((1000, 40), (1, 3, 128, 128)), ((300, 290, 9), (2, 4, 96, 80)), ((333,), (1, 1, 33, 65))],
+    [
+        ((700,), (1, 2, 64, 128)),
+        ((1000, 40), (1, 3, 128, 128)),
+        ((300, 290, 9), (2, 4, 96, 80)),
+        ((333,), (1, 1, 33, 65)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("state_v_first", [False, True])

@@ -120,13 +120,44 @@ FAULTS = (
     ),
     Fault("k before a part is multiplied", "chunk_rule.h", "segment.begin == 0 && segment.end == count", "true"),
     Fault("u before a part is multiplied", "chunk_rule.h", "clear_before(segment);", ""),
-    Fault("a reset keeps the state", "chunk_rule.h", "if (segment.is_reset) has_state = false;", ""),
+    Fault(
+        "a reset keeps the state",
+        "chunk_rule.h",
+        "if (segment.is_reset) work.has_state[head - task.head_begin] = false;",
+        "",
+    ),
+    Fault(
+        "what resets cut is taken as whole",
+        "chunk_rule.h",
+        "segment.end == count_of_step() && !segment.is_reset",
+        "true",
+    ),
+    Fault(
+        "a step forgets that there was a state",
+        "chunk_rule.h",
+        "kept.summary->has_state = work.has_state[0];",
+        "kept.summary->has_state = false;",
+    ),
+    Fault(
+        "a step starts from the next state",
+        "chunk_rule.h",
+        "work.states[0].packed = kept.state;",
+        "work.states[0].packed = next_kept.state != nullptr ? next_kept.state : kept.state;",
+    ),
+    Fault(
+        "u is kept elsewhere",
+        "chunk_rule.h",
+        "work.chunk.u_packed = kept.u;",
+        "work.chunk.u_packed = kept.u - kTokens;",
+    ),
+    Fault("the last value head's operands", "workspace.h", "i <= head", "i <= 1"),
+    Fault("what is not finite is forgotten", "rows.h", "(not_finite >> (block / kRowBlock) & 1u) != 0", "false"),
     Fault("a turn starts from the call's state", "chunk_rule.h", "task.carried_in != nullptr", "false"),
     Fault(
         "v of the first columns",
         "chunk_rule.h",
-        "element_index(params.v, row.batch, token, head) + task.v_begin",
-        "element_index(params.v, row.batch, token, head)",
+        "element_index(params.v, row.batch, token, of.head) + task.v_begin",
+        "element_index(params.v, row.batch, token, of.head)",
     ),
 )
 
@@ -135,7 +166,10 @@ class Call(ctypes.Structure):
     """What chunk_kernel.cpp calls so."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("sequences", "H", "HV", "K", "V", "columns", "turn", "state_v_first")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("sequences", "H", "HV", "K", "V", "columns", "turn", "parts", "state_v_first")
+        ),
         *((name, ctypes.c_void_p) for name in ("offsets", "slots", "q", "k", "v", "g", "beta", "out", "states")),
     ]
 
@@ -174,7 +208,9 @@ class Checks:
     def __init__(self, kernel: Callable[[int, Call], None], fault: int) -> None:
         self.kernel, self.fault = kernel, fault
 
-    def run(self, arguments: dict[str, Any], columns: int = 1 << 20, turn: int = 0) -> tuple[Tensor, Tensor]:
+    def run(
+        self, arguments: dict[str, Any], columns: int = 1 << 20, turn: int = 0, parts: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Return outputs and states, from memory that NaN surrounds."""
         q, k, v, g, beta = (arguments[name].contiguous() for name in ("q", "k", "v", "g", "beta"))
         bounds, initial = arguments["cu_seqlens"].long(), arguments["initial_state"]
@@ -183,7 +219,7 @@ class Checks:
         states[: initial.numel()] = initial.flatten()
         dims = (len(initial), q.shape[2], v.shape[2], q.shape[3], v.shape[3])
         pointers = (x.data_ptr() for x in (bounds, slots, q, k, v, g, beta, out, states))
-        self.kernel(self.fault, Call(*dims, columns, turn, int(arguments["state_v_first"]), *pointers))
+        self.kernel(self.fault, Call(*dims, columns, turn, parts, int(arguments["state_v_first"]), *pointers))
         assert bool(out[v.numel() :].isnan().all() and states[initial.numel() :].isnan().all())
         return out[: v.numel()].view_as(v), states[: initial.numel()].view_as(initial)
 
@@ -201,6 +237,20 @@ class Checks:
             whole = self.run(arguments)
             for columns, turn in ((16, 0), (32, 64), (1 << 20, 128)):
                 assert all(map(same_bits, self.run(arguments, columns, turn), whole))
+
+    def parts(self) -> None:
+        for case in CASES:
+            arguments = inputs.delta_rule_arguments(**case)
+            clean = self.run(arguments)
+            arguments["v"] = arguments["v"].clone()
+            arguments["v"][:, 12, 0, 3] = float("inf")
+            for changed, whole in ((arguments, self.run(arguments)), (inputs.delta_rule_arguments(**case), clean)):
+                for columns, parts in ((16, 1), (16, 2), (1 << 20, 2)):
+                    assert all(map(same_bits, self.run(changed, columns, 0, parts), whole))
+            for reset in (0, 20, 64):
+                cut = {**arguments, "g": arguments["g"].clone()}
+                cut["g"][:, reset, 0] = -float("inf")
+                assert all(map(same_bits, self.run(cut, 16, 0, 2), self.run(cut)))
 
     def isolation(self) -> None:
         arguments = inputs.delta_rule_arguments((100, 70), 1, 2, 37, 45)
@@ -228,7 +278,7 @@ class Checks:
             assert same_bits(other_states[:, 0].nan_to_num(), states[:, 0].nan_to_num())
 
     def __iter__(self) -> Iterator[Callable[[], None]]:
-        yield from (self.values, self.division, self.isolation, self.resets)
+        yield from (self.values, self.division, self.parts, self.isolation, self.resets)
 
 
 CASES: tuple[dict[str, Any], ...] = (

@@ -28,14 +28,20 @@ class Fault(NamedTuple):
 
 FAULTS = (
     Fault(
-        "heads that do not fill a span are left out", "first < work.num_value_heads; first += span", "first < span; first += span"
+        "heads that do not fill a span are left out",
+        "first < work.num_value_heads; first += span",
+        "first < span; first += span",
     ),
     Fault(
         "columns after the first tile are left out",
         "v < work.value_dim; v += division.columns",
         "v < division.columns; v += division.columns",
     ),
-    Fault("shared sequences lack a key head", "first < work.num_value_heads; first += group", "first + group < work.num_value_heads; first += group"),
+    Fault(
+        "shared sequences lack a key head",
+        "first < work.num_value_heads; first += group",
+        "first + group < work.num_value_heads; first += group",
+    ),
     Fault(
         "shared heads lack their last columns",
         "std::min(v + columns, work.value_dim)",
