@@ -313,7 +313,7 @@ def shared_arguments(lengths: tuple[int, ...], sizes: tuple[int, ...], threads: 
 
 
 # Chains with a thread each, fewer and more; heads and columns that do not divide evenly; a tail that is no chunk.
-@pytest.mark.parametrize("threads", [8, 16, 64])
+@pytest.mark.parametrize("threads", [8, 12, 64])
 @pytest.mark.parametrize(
     "case",
     [

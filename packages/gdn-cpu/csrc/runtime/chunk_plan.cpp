@@ -171,9 +171,10 @@ double longest_step(const ChunkPlan& plan) {
   return longest;
 }
 
-// The other sequences, as coarsely as leaves all chains at most half as long as those of the shared ones.
+// The other sequences, as coarsely as leaves all chains at most half as long as those of the shared ones; where these
+// leave no outputs to fill the time, an eighth.
 void divide_others(const ChunkWork& work, const std::vector<Division>& all, const Sharing& sharing, ChunkPlan& plan) {
-  const double limit = longest_step(plan) / 2.0;
+  const double limit = longest_step(plan) / (plan.leaves_outputs ? 2.0 : 8.0);
   for (std::size_t n = 0; n < work.lengths.size(); ++n) {
     const auto sequence = static_cast<std::int64_t>(n);
     const bool is_shared = std::count(sharing.sequences.begin(), sharing.sequences.end(), sequence) > 0;
@@ -197,15 +198,15 @@ ChunkPlan share(const ChunkWork& work, const std::vector<Division>& all, const S
   return plan;
 }
 
-// Keeps as much prepared as there is memory for; false where that is too little.
+// Keeps as much prepared as there is memory for beside the workspaces of the shared chains; false where that is too
+// little. What other chains need, they need in any plan.
 bool fit_memory(const ChunkWork& work, ChunkPlan& plan) {
   if (work.kernel == nullptr) return true;
   const ChunkSteps& steps = *work.kernel->steps;
   std::int64_t workspace = 0, kept = 0;
-  for (const ChunkChain& chain : plan.chains) {
-    const std::int64_t columns = chain.v_end - chain.v_begin;
-    workspace =
-        std::max(workspace, work.kernel->workspace_bytes(work.key_dim, columns, chain.head_end - chain.head_begin));
+  for (std::size_t i = 0; i < plan.shared_chains(); ++i) {
+    const std::int64_t columns = plan.chains[i].v_end - plan.chains[i].v_begin;
+    workspace = std::max(workspace, work.kernel->workspace_bytes(work.key_dim, columns, 1));
     kept = std::max(kept, steps.kept_bytes(work.key_dim, columns));
   }
   const std::int64_t of_chunk = static_cast<std::int64_t>(plan.groups.size()) *
