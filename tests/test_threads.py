@@ -36,9 +36,9 @@ PRELUDE = """
         yield "fused_sigmoid_gating_delta_rule_update", inputs.decode_arguments((1,) * 8, 2, 4, 32, 16)[0]
         for op in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
             yield op, inputs.delta_rule_arguments((9, *(70,) * 7), 4, 8, 64, 64)
-        yield "chunk_gated_delta_rule", inputs.delta_rule_arguments((700,), 1, 2, 64, 64)  # which threads share
         yield "causal_conv1d_fn", inputs.conv_fn_arguments((9, 700), 200, 4)[0]
         yield "causal_conv1d_update", inputs.conv_update_arguments((128,) * 8, 160, 4)[0]
+        yield "chunk_gated_delta_rule", inputs.delta_rule_arguments((700,), 1, 3, 64, 64)  # which threads share
 
     torch.set_num_threads(1)
     cases = list(calls())  # torch's own operators start no worker
