@@ -74,14 +74,17 @@ GDN_INLINE void pack_tokens(const typename Engine::Element* from, std::int64_t p
   constexpr std::size_t size = sizeof(*from) * static_cast<std::size_t>(kStep);
   const std::int64_t steps = padded / kStep;
   if constexpr (size == sizeof(float)) {
-    // A step of a token is one lane: blocks of kLanes steps are transposed.
+    // A step of a token is one lane: blocks of kLanes steps are transposed. As vectors of floats, whatever they hold: a
+    // memcpy goes by way of the stack, a part at a time.
+    const auto* lanes = reinterpret_cast<const float*>(from);
+    auto* columns = reinterpret_cast<float*>(to);
     for (std::int64_t step = 0; step < steps; step += kLanes) {
       Vec x[kLanes];
-      for (std::int64_t r = 0; r < kLanes; ++r) std::memcpy(&x[r], from + r * padded + step * kStep, sizeof(Vec));
+#pragma GCC unroll 16
+      for (std::int64_t r = 0; r < kLanes; ++r) x[r] = load(lanes + r * steps + step);
       transpose(x);
-      for (std::int64_t r = 0; r < kLanes; ++r) {
-        std::memcpy(static_cast<void*>(to + (step + r) * kPanelColumns * kStep), &x[r], sizeof(Vec));
-      }
+#pragma GCC unroll 16
+      for (std::int64_t r = 0; r < kLanes; ++r) store(columns + (step + r) * kPanelColumns, x[r]);
     }
   } else {
     for (std::int64_t step = 0; step < steps; ++step) {
@@ -92,33 +95,33 @@ GDN_INLINE void pack_tokens(const typename Engine::Element* from, std::int64_t p
   }
 }
 
-// The right operand [rows, tokens] of k.
+// Tokens [first, end) of the right operand [rows, tokens] of k.
 template <class Engine>
-void pack_columns(const typename Engine::Element* k, std::int64_t count, std::int64_t padded,
+void pack_columns(const typename Engine::Element* k, std::int64_t first, std::int64_t end, std::int64_t padded,
                   typename Engine::Element* columns) {
-  for (std::int64_t token = 0; token < count; token += kLanes) {
+  for (std::int64_t token = first; token < end; token += kLanes) {
     typename Engine::Element* panel = columns + token / kPanelColumns * kPanelColumns * padded;
     pack_tokens<Engine>(k + token * padded, padded, panel + token % kPanelColumns * Engine::kStep);
   }
 }
 
-// Rows [first, first + kRowBlock) of left right, the columns up to the diagonal block.
-template <class Engine>
+// Rows [first, first + kRows) of left right, the columns up to the vector of their diagonal.
+template <class Engine, std::int64_t kRows>
 void multiply_lower(const typename Engine::Element* left, const typename Engine::Element* columns, std::int64_t first,
                     std::int64_t padded, float* product) {
-  const std::int64_t vectors = (first + kRowBlock) / kLanes;
+  const std::int64_t vectors = (first + kRows + kLanes - 1) / kLanes;
   for (std::int64_t v = 0; v < vectors; v += kTileVectors) {
     const Right<Engine> right{columns + v * kLanes * padded, kPanelColumns * Engine::kStep};
     with_vectors(min_of(kTileVectors, vectors - v), [&](auto n) {
       constexpr int kVectors = decltype(n)::value;
-      constexpr int kRows = kTileRows<kVectors>;
-      for (std::int64_t row = first; row < first + kRowBlock; row += kRows) {
-        Vec sums[kRows][kVectors];
+      constexpr int kOfTile = kTileRows<kVectors>;
+      for (std::int64_t row = first; row < first + kRows; row += kOfTile) {
+        Vec sums[kOfTile][kVectors];
         clear(sums);
         accumulate<Engine>(sums, Left<Engine>{left + row * padded, padded, Engine::kStep}, right,
                            padded / Engine::kStep);
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < kOfTile; ++r) {
 #pragma GCC unroll 4
           for (int j = 0; j < kVectors; ++j) store(product + (row + r) * kTokens + (v + j) * kLanes, sums[r][j]);
         }
@@ -127,18 +130,19 @@ void multiply_lower(const typename Engine::Element* left, const typename Engine:
   }
 }
 
-// k k^T and q k^T of whole blocks of rows, up to the diagonal blocks.
+// Rows of k k^T and q k^T of a block, up to its diagonal. What is above the diagonal is not defined.
 template <class Engine>
-void multiply_keys(const KeyOperands<Engine>& key, std::int64_t rows, std::int64_t padded) {
-  for (std::int64_t block = 0; block < rows; block += kRowBlock) {
-    if constexpr (Engine::kSums == Sums::kOfBlocks) {
-      const typename Engine::Element* const left[] = {key.k + block * padded, key.q + block * padded};
-      const SumBlock sums[] = {{key.kk + block * kTokens, kTokens}, {key.qk + block * kTokens, kTokens}};
-      Engine::template multiply_blocks<2>(left, padded, key.k_columns, kPanelColumns * 2, padded / 2,
-                                          block / kRowBlock + 1, sums);
-    } else {
-      multiply_lower<Engine>(key.k, key.k_columns, block, padded, key.kk);
-      multiply_lower<Engine>(key.q, key.k_columns, block, padded, key.qk);
+void multiply_keys(const KeyOperands<Engine>& key, std::int64_t block, std::int64_t padded) {
+  if constexpr (Engine::kSums == Sums::kOfBlocks) {
+    const typename Engine::Element* const left[] = {key.k + block * padded, key.q + block * padded};
+    const SumBlock sums[] = {{key.kk + block * kTokens, kTokens}, {key.qk + block * kTokens, kTokens}};
+    Engine::template multiply_blocks<2>(left, padded, key.k_columns, kPanelColumns * 2, padded / 2,
+                                        block / kRowBlock + 1, sums);
+  } else {
+    constexpr std::int64_t kRows = kTileRows<1>;  // of every tile a multiple
+    for (std::int64_t row = block; row < block + kRowBlock; row += kRows) {
+      multiply_lower<Engine, kRows>(key.k, key.k_columns, row, padded, key.kk);
+      multiply_lower<Engine, kRows>(key.q, key.k_columns, row, padded, key.qk);
     }
   }
 }
@@ -157,28 +161,36 @@ void multiply_keys_at_once(const KeyOperands<Engine>& key, std::int64_t rows, st
   }
 }
 
+// Inverse norms of rows [first, end), or 1.
+template <class Engine>
+void load_factors(bool normalize, const typename Engine::Element* rows, std::int64_t first, std::int64_t end,
+                  std::int64_t padded, float* factors) {
+  if (normalize) return inverse_norms<Engine>(rows + first * padded, end - first, padded, factors + first);
+  for (std::int64_t i = first; i < end; i += kLanes) store(factors + i, set1(1.0f));
+}
+
+// Block by block, each of which stays in the first-level cache until its products are there, while the rows of the next
+// ones are on their way from memory.
 template <class Engine>
 void load_key_operands(const RecurrenceParams& p, const TokenRow& row, std::int64_t key_head, std::int64_t first,
                        std::int64_t count, const KeyOperands<Engine>& key) {
   const std::int64_t padded = padded_keys<Engine>(p.key_dim);
   const std::int64_t rows = round_up(count, kRowBlock);
-  load_rows(p.q, row, first, count, key_head, p.key_dim, padded, key.q);
-  load_rows(p.k, row, first, count, key_head, p.key_dim, padded, key.k);
-  if (p.normalize_qk) {
-    inverse_norms<Engine>(key.q, rows, padded, key.q_factor);
-    inverse_norms<Engine>(key.k, rows, padded, key.k_factor);
-  } else {
-    for (std::int64_t i = 0; i < rows; i += kLanes) {
-      store(key.q_factor + i, set1(1.0f));
-      store(key.k_factor + i, set1(1.0f));
+  for (std::int64_t block = 0; block < rows; block += kRowBlock) {
+    const std::int64_t end = block + kRowBlock, tokens = min_of(kRowBlock, count - block);
+    load_rows(p.q, row, first + block, tokens, key_head, p.key_dim, padded, key.q + block * padded);
+    load_rows(p.k, row, first + block, tokens, key_head, p.key_dim, padded, key.k + block * padded);
+    load_factors<Engine>(p.normalize_qk, key.q, block, end, padded, key.q_factor);
+    load_factors<Engine>(p.normalize_qk, key.k, block, end, padded, key.k_factor);
+    if constexpr (Engine::kSums != Sums::kOfChunks) {
+      pack_columns<Engine>(key.k, block, end, padded, key.k_columns);
+      multiply_keys(key, block, padded);
     }
   }
   if constexpr (Engine::kSums == Sums::kOfChunks) {
     multiply_keys_at_once(key, rows, padded);
-  } else {
-    pack_columns<Engine>(key.k, rows, padded, key.k_columns);
-    if constexpr (Engine::kStep > 1) Engine::pack_steps(key.k, rows, padded, key.k_steps);
-    multiply_keys(key, rows, padded);
+  } else if constexpr (Engine::kStep > 1) {
+    Engine::pack_steps(key.k, rows, padded, key.k_steps);
   }
 }
 
