@@ -277,6 +277,8 @@ struct ChunkTask {
   const float* carried_in = nullptr;
   float* carried_out = nullptr;
   const Blas* blas = nullptr;  // for a kernel that calls it
+  // What the thread will probably be given next, null if unknown: its first rows and state are asked for meanwhile.
+  const ChunkTask* next = nullptr;
 };
 inline constexpr std::int64_t kChunkTokens = 64;
 

@@ -162,6 +162,7 @@ class ChunkedCall {
     for (const std::int64_t sequence : sequences) work.lengths.push_back(sequence_length(params, sequence));
     plan_ = plan_chunks(work);
     carried_.resize(static_cast<std::size_t>(turn_floats(plan_, work)));
+    team_ = static_cast<std::size_t>(useful_threads(threads));
     if (plan_.groups.empty()) {
       queue_ = std::make_unique<ChunkQueue>(plan_);
       return;
@@ -313,12 +314,25 @@ class ChunkedCall {
     return carried_.data() + (chain.sequence * params_.num_value_heads + chain.head_begin) * head_size();
   }
 
+  // What the thread is likely to get after this turn, null if nothing: whole chains go in order, to one thread after
+  // the other.
+  const ChunkChain* chain_after(const ChunkQueue::Turn& turn) const {
+    const std::size_t after = turn.chain + team_;
+    const bool is_in_order = plan_.turn_tokens == 0 && plan_.groups.empty();
+    return is_in_order && after < plan_.chains.size() ? &plan_.chains[after] : nullptr;
+  }
+
   void run(const ChunkQueue::Turn& turn) {
     const ChunkChain& chain = plan_.chains[turn.chain];
     const std::int64_t tail = chain.length % kChunkTokens;
     const bool ends_in_tail = turn.token_end == chain.length && has_tail(chunk_, chain);
     const std::int64_t chunks_end = ends_in_tail ? chain.length - tail : turn.token_end;
     ChunkTask task = task_of(chain, turn.token_begin, chunks_end);
+    ChunkTask following;
+    if (const ChunkChain* after = chain_after(turn)) {
+      following = task_of(*after, 0, after->length);
+      task.next = &following;
+    }
     if (turn.token_begin > 0) task.carried_in = carried(chain);
     if (chunks_end < chain.length) task.carried_out = carried(chain);
     void* workspace = workspace_memory().at_least(workspace_bytes(chunk_, params_.key_dim, chain));
@@ -350,6 +364,7 @@ class ChunkedCall {
   std::vector<float> carried_;  // [sequences, HV, K, V]
   std::mutex mutex_;
   std::unique_ptr<ChunkQueue> queue_;
+  std::size_t team_;  // threads that take turns
   // Where sequences are shared.
   std::unique_ptr<ChunkSchedule> schedule_;
   SharedLayout layout_;

@@ -111,11 +111,27 @@ struct ChunkCall {
     return {from, from + head_size() * static_cast<std::int64_t>(sizeof(T))};
   }
 
-  // What is moved next: in the first chunk the state of the head after this one, in the last one this head's own.
+  // The call of the next task, for where its operands are.
+  ChunkCall next_call() const {
+    return {.params = params,
+            .task = *task.next,
+            .work = {},
+            .row = chunk_tokens(params, task.next->sequence),
+            .keys = keys,
+            .columns = task.next->v_end - task.next->v_begin};
+  }
+
+  // What is moved next: in the first chunk the state of the head after this one, in the last one this head's own, and
+  // with the last head that of the next task.
   StatesAhead states_ahead(std::int64_t head, std::int64_t first, std::int64_t count) const {
     StatesAhead ahead{};
-    if (first == task.token_begin && head + 1 < task.head_end) {
-      with_source(head + 1, [&](const auto* state) { ahead.loaded = whole_state(state); });
+    const auto load_next = [&](const ChunkCall& call, std::int64_t next) {
+      call.with_source(next, [&](const auto* state) { ahead.loaded = call.whole_state(state); });
+    };
+    if (head + 1 < task.head_end) {
+      if (first == task.token_begin) load_next(*this, head + 1);
+    } else if (first + count == task.token_end && task.next != nullptr) {
+      load_next(next_call(), task.next->head_begin);
     }
     if (first + count == task.token_end) {
       with_destination(head, [&](auto* state) { ahead.stored = whole_state(state); });
@@ -199,11 +215,14 @@ struct ChunkCall {
     return rows;
   }
 
-  // What is run after this chunk of this head: the next head, or the next chunk. q and k are asked for with the first
-  // panel.
+  // What is run after this chunk of this head: the next head, the next chunk, or the next task. q and k are asked for
+  // with the first panel.
   NextRows next_rows(std::int64_t head, std::int64_t first, std::int64_t column, std::int64_t width) const {
-    const bool is_last = head + 1 == task.head_end;
-    return rows_of(is_last ? task.head_begin : head + 1, is_last ? first + kTokens : first, column, width);
+    if (head + 1 < task.head_end) return rows_of(head + 1, first, column, width);
+    if (first + kTokens < task.token_end || task.next == nullptr) {
+      return rows_of(task.head_begin, first + kTokens, column, width);
+    }
+    return next_call().rows_of(task.next->head_begin, task.next->token_begin, column, width);
   }
 
   // What all panels of a head's segment have in common.
@@ -405,7 +424,7 @@ struct ChunkCall {
 
   // --- consecutive chunks ---
 
-  // A task of no tokens moves its states. The first rows are asked for all at once: nobody has done so.
+  // A task of no tokens moves its states. The first rows are asked for all at once: perhaps nobody has done so.
   void run() const {
     prefetch_rows<kTokens>(rows_of(task.head_begin, task.token_begin, 0, columns), 0);
     for (std::int64_t first = task.token_begin;; first += kTokens) {
