@@ -193,6 +193,47 @@ GDN_INLINE double dot_double(const float* a, const float* b, std::int64_t n) {
   return _mm_cvtsd_f64(_mm_add_sd(pair, _mm_unpackhi_pd(pair, pair)));
 }
 
+// Dwords of words in their low halves.
+GDN_INLINE Vec widen_dwords(__m256i words, BFloat16) { return {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))}; }
+GDN_INLINE Vec widen_dwords(__m256i words, Float16) {
+  return {_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)))};
+}
+
+// Lane i of vector j is p[i * kCount + j]: four lanes in each 128-bit block, from the first and the last eight of their
+// words. Nothing beyond is read.
+template <int kCount, class Half>
+  requires(sizeof(Half) == 2 && kCount >= 2 && kCount <= 4)
+GDN_INLINE void load_interleaved(const Half* p, Vec (&x)[kCount]) {
+  constexpr int kLast = 4 * kCount - 8;
+  alignas(32) static constexpr auto kBytes = [] {
+    struct {
+      std::int8_t of_first[kCount][32], of_last[kCount][32];
+    } table{};
+    for (int j = 0; j < kCount; ++j) {
+      for (int i = 0; i < 32; ++i) {
+        const int word = i % 16 / 4 * kCount + j;
+        const bool is_empty = i % 4 >= 2, is_in_first = word < 8;
+        table.of_first[j][i] = static_cast<std::int8_t>(is_empty || !is_in_first ? -1 : 2 * word + i % 2);
+        table.of_last[j][i] = static_cast<std::int8_t>(is_empty || is_in_first ? -1 : 2 * (word - kLast) + i % 2);
+      }
+    }
+    return table;
+  }();
+  const auto words_from = [&](const Half* from) {
+    const auto* low = reinterpret_cast<const __m128i*>(from);
+    const auto* high = reinterpret_cast<const __m128i*>(from + 4 * kCount);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
+  };
+  const auto shuffle = [](__m256i words, const std::int8_t* bytes) {
+    return _mm256_shuffle_epi8(words, _mm256_load_si256(reinterpret_cast<const __m256i*>(bytes)));
+  };
+  const __m256i first = words_from(p), last = words_from(p + kLast);
+  for (int j = 0; j < kCount; ++j) {
+    const __m256i words = _mm256_or_si256(shuffle(first, kBytes.of_first[j]), shuffle(last, kBytes.of_last[j]));
+    x[j] = widen_dwords(words, Half{});
+  }
+}
+
 // Per 128-bit block: lane j is the sum over the block of the j-th of four vectors.
 GDN_INLINE __m256 sum_blocks(const Vec* x) {
   const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(x[0].v, x[1].v), _mm256_unpackhi_ps(x[0].v, x[1].v));

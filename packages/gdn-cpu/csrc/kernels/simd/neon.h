@@ -102,6 +102,19 @@ GDN_INLINE float reduce_add(Vec x) {
 // Lane j is the sum of all lanes of x[j], each by the same tree.
 GDN_INLINE Vec sum_lanes(const Vec* x) { return {vpaddq_f32(vpaddq_f32(x[0].v, x[1].v), vpaddq_f32(x[2].v, x[3].v))}; }
 
+// Lane i of vector j is p[i * kCount + j].
+template <int kCount>
+  requires(kCount >= 2 && kCount <= 4)
+GDN_INLINE void load_interleaved(const BFloat16* p, Vec (&x)[kCount]) {
+  const auto* words = reinterpret_cast<const std::uint16_t*>(p);
+  const auto widen = [&](const auto& columns) {
+    for (int j = 0; j < kCount; ++j) x[j] = {vreinterpretq_f32_u32(vshll_n_u16(columns.val[j], 16))};
+  };
+  if constexpr (kCount == 2) widen(vld2_u16(words));
+  if constexpr (kCount == 3) widen(vld3_u16(words));
+  if constexpr (kCount == 4) widen(vld4_u16(words));
+}
+
 }  // namespace
 }  // namespace gdn::cpu::GDN_ISA
 

@@ -121,6 +121,27 @@ GDN_INLINE Vec sum_lanes(const Vec* x) {
   return {_mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab))};
 }
 
+// Lane i of vector j is p[i * kCount + j].
+template <int kCount>
+  requires(kCount == 2)
+GDN_INLINE void load_interleaved(const BFloat16* p, Vec (&x)[kCount]) {
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  x[0] = {_mm_castsi128_ps(_mm_slli_epi32(words, 16))};
+  x[1] = {_mm_castsi128_ps(_mm_and_si128(words, _mm_set1_epi32(-0x10000)))};
+}
+template <int kCount>
+  requires(kCount == 4)
+GDN_INLINE void load_interleaved(const BFloat16* p, Vec (&x)[kCount]) {
+  const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i last = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));
+  const __m128i even = _mm_unpacklo_epi16(first, last), odd = _mm_unpackhi_epi16(first, last);  // of the lanes
+  const __m128i low = _mm_unpacklo_epi16(even, odd), high = _mm_unpackhi_epi16(even, odd);
+  x[0] = {_mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), low))};
+  x[1] = {_mm_castsi128_ps(_mm_unpackhi_epi16(_mm_setzero_si128(), low))};
+  x[2] = {_mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), high))};
+  x[3] = {_mm_castsi128_ps(_mm_unpackhi_epi16(_mm_setzero_si128(), high))};
+}
+
 }  // namespace
 }  // namespace gdn::cpu::GDN_ISA
 
