@@ -277,6 +277,19 @@ def test_extreme_decays_in_decode(impl):
     assert relative_error(guarded.pool, wide["initial_state_source"], (2, 3)) <= limit
 
 
+@pytest.mark.parametrize("size", [1e20, 1e30])
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_q_and_k_whose_squares_leave_fp32_in_decode(native_impl, size, dtype, state_v_first):
+    arguments, guarded = decode(
+        lengths=(3, 1), H=2, HV=4, K=72, V=80, dtype=dtype, state_dtype=torch.float32, state_v_first=state_v_first
+    )
+    arguments |= {name: (arguments[name].float() * size).to(dtype) for name in ("q", "k")}
+    wide = to_float64(arguments)
+    expected = oracle.fused_sigmoid_gating_delta_rule_update(**wide)
+    check_decode(arguments, guarded, call(DECODE, arguments), (expected, wide["initial_state_source"]))
+
+
 @pytest.mark.parametrize("state_v_first", [False, True])
 @pytest.mark.parametrize("initial", [False, True])
 def test_chunk_states(impl, initial, state_v_first):

@@ -624,9 +624,12 @@ class Replay:
 FORMS = [pytest.param(SeveralSlots, id="several_slots"), pytest.param(Replay, id="replay")]
 
 
-def draw_tokens(count, shape, dtype, seed):
+def draw_tokens(count, shape, dtype, seed, size=None):
+    """Draw tokens, with q and k that many times as large."""
     arguments, _ = inputs.decode_arguments((1,) * count, *shape, dtype=dtype, seed=seed, is_packed=True)
     tokens = {name: arguments[name] for name in PER_TOKEN}
+    if size is not None:
+        tokens |= {name: (tokens[name].float() * size).to(dtype) for name in ("q", "k")}
     tokens["a"] = tokens["a"].clone()
     tokens["a"][3::5] = 1e4  # the decay is 0: a reset
     return tokens
@@ -647,7 +650,7 @@ def decode_one_by_one(common, tokens, state, length):
     return torch.cat(outputs, dim=1), states
 
 
-def chain(form_class, shape, S, state_v_first, dtype, rows=2, steps=6):
+def chain(form_class, shape, S, state_v_first, dtype, rows=2, steps=6, size=None):
     """Speculate for several steps of ragged rows and random acceptance; every output and state must be decode's."""
     _, HV, K, V = shape
     draw = random.Random(f"{shape} {S}")
@@ -660,7 +663,7 @@ def chain(form_class, shape, S, state_v_first, dtype, rows=2, steps=6):
     accepted = [0] * rows
     for step in range(steps):
         lengths = [S if step % 3 == 0 else draw.randint(0, S) for _ in range(rows)]
-        tokens = draw_tokens(sum(lengths), shape, dtype, seed=step + 1)
+        tokens = draw_tokens(sum(lengths), shape, dtype, step + 1, size)
         torch.set_num_threads(THREADS[step % len(THREADS)])
         o = form.step(tokens, inputs.offsets(lengths), ints(*accepted))
         start = 0
@@ -668,6 +671,7 @@ def chain(form_class, shape, S, state_v_first, dtype, rows=2, steps=6):
             if length == 0:
                 continue
             expected, after = decode_one_by_one(common, some_tokens(tokens, start, length), states[n], length)
+            assert expected.isfinite().all()
             assert same_bits(o[:, start : start + length], expected), (step, n)
             form.check_states(n, states[n], after)
             # Everything, nothing (which acts as one), or any number of the tokens.
@@ -685,6 +689,12 @@ def test_any_acceptance_pattern_is_decode_token_by_token(native_impl, form, shap
     if S == 16 and shape[2] * shape[3] > 8192:
         pytest.skip("long rows of large heads: nothing that the others lack")
     chain(form, shape, S, state_v_first, FLOATS[SHAPES.index(shape) % 3])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@LAYOUTS
+def test_q_and_k_whose_squares_leave_fp32(native_impl, form, state_v_first):
+    chain(form, (2, 4, 128, 128), 4, state_v_first, torch.bfloat16, size=1e25)
 
 
 def test_every_number_of_accepted_tokens(native_impl):

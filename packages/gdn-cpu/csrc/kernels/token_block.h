@@ -82,8 +82,18 @@ GDN_INLINE void convert_row(const T* x, std::int64_t dim, float* row) {
   for (; i < padded_row(dim); i += kLanes) store(row + i, zero());
 }
 
+// Of a row whose sum of squares leaves the range of fp32: the same of smaller values.
+[[maybe_unused]] float inverse_norm_of_large(const float* row, std::int64_t padded) {
+  constexpr float kSmaller = 0x1p-70f;
+  Vec sum = zero();
+  for (std::int64_t i = 0; i < padded; i += kLanes) sum = square_add(mul(load(row + i), set1(kSmaller)), sum);
+  return kSmaller / square_root(reduce_add(sum));
+}
+
 GDN_INLINE float inverse_norm(const float* row, std::int64_t padded) {
-  return 1.0f / square_root(sum_of_squares(row, padded) + kNormEpsilon);
+  const float sum = sum_of_squares(row, padded);
+  if (__builtin_expect(!(sum < __builtin_inff()), 0)) return inverse_norm_of_large(row, padded);
+  return 1.0f / square_root(sum + kNormEpsilon);
 }
 
 GDN_INLINE Vec raw_log_decay(const RecurrenceParams& p, Vec a, Vec A_log, Vec dt_bias) {
@@ -190,12 +200,12 @@ GDN_INLINE void prefetch_row(const AnyOperand& x, const TokenRow& row, std::int6
     with_dtype(p.k.dtype, p.k.data, [&](auto data) { convert_row(data + k_index, p.key_dim, k); });
     const float q_factor = p.normalize_qk ? inverse_norm(q, padded) : 1.0f;
     const float k_factor = p.normalize_qk ? inverse_norm(k, padded) : 1.0f;
-    // In double precision: all columns of a fresh state's first output are multiples of it, and q may be nearly
-    // orthogonal to k.
-    const float qk = static_cast<float>(dot_double(q, k, padded));
+    // In double precision: all columns of a fresh state's first output are multiples of it, q may be nearly orthogonal
+    // to k, and the product of what is not normalised may leave the range of fp32.
+    const double qk = dot_double(q, k, padded) * static_cast<double>(q_factor) * static_cast<double>(k_factor);
     scratch.q_factor[i] = q_factor;
     scratch.k_factor[i] = k_factor;
-    scratch.qk_product[i] = qk * q_factor * k_factor;
+    scratch.qk_product[i] = static_cast<float>(qk);
   }
 }
 
