@@ -118,17 +118,19 @@ GDN_INLINE void replay_strip(const RecordBlock& records, Source source, Destinat
 
 // Of a [K, V] tile that one strip covers, with the sums of the token that reads the state next. Several records take
 // the arithmetic longer than the memory: it asks for all of the next state, so that the tokens have the caches to
-// themselves.
+// themselves. One record does not, and leaves most of it to the tokens.
 template <class Source>
 void replay_and_accumulate(const RecordBlock& records, Source source, Tile<float> destination, std::int64_t column,
                            const Token& after, Sums& sums) {
+  constexpr std::int64_t kRow = kStripVectors * kLanes;
+  const std::int64_t asked = records.count == 1 ? bytes_ahead(kRow) : kRow * static_cast<std::int64_t>(sizeof(float));
   NextState ahead = *after.next;
   Vec k_sum[kStripVectors], q_sum[kStripVectors];
 #pragma GCC unroll 8
   for (int j = 0; j < kStripVectors; ++j) k_sum[j] = q_sum[j] = zero();
   for (std::int64_t r = 0; r < after.key_dim; ++r) {
     const auto from = row_of(source, r);
-    ask_for(ahead, kStripVectors * kLanes * static_cast<std::int64_t>(sizeof(float)));
+    ask_for(ahead, asked);
     Vec x[kStripVectors];
 #pragma GCC unroll 8
     for (int j = 0; j < kStripVectors; ++j) x[j] = load_columns(from, j * kLanes);
