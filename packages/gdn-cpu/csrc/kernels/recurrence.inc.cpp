@@ -321,6 +321,7 @@ void run_head(const HeadTask& task) {
                                               min_of(capacity, task.row.count - t), task.scratch);
     if (task.params.replay != nullptr && task.v_begin == 0) keep_decays(task, block, t);
     prefetch_tokens(task.params, task.row, task.head, t + block.count, min_of(t + 2 * capacity, task.row.count));
+    prefetch_outputs(task.params, task.row, task.head, t, t + block.count);
     for (std::int64_t v = task.v_begin; v < task.v_end; v += tile) {
       const TilePass<Layout, State> pass{task, v, min_of(v + tile, task.v_end)};
       pass.run(block, t, records);

@@ -182,6 +182,13 @@ GDN_INLINE void prefetch_row(const AnyOperand& x, const TokenRow& row, std::int6
     prefetch_row(p.q, row, t, key_head, p.key_dim);
     prefetch_row(p.k, row, t, key_head, p.key_dim);
     prefetch_row(p.v, row, t, head, p.value_dim);
+  }
+}
+
+// What the same tokens need after their passes over the state.
+[[maybe_unused]] void prefetch_outputs(const RecurrenceParams& p, const TokenRow& row, std::int64_t head,
+                                       std::int64_t t, std::int64_t t_end) {
+  for (; t < t_end; ++t) {
     prefetch_row(p.out, row, t, head, p.value_dim);
     if (p.norm != nullptr) prefetch_row(p.norm->gate, row, t, head, p.value_dim);
   }
