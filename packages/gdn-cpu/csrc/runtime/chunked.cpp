@@ -200,7 +200,7 @@ class ChunkedCall {
 
   // What is waited for takes a few microseconds, unless its thread has no core.
   static void wait(int waits) {
-    constexpr int kSpins = 64;
+    constexpr int kSpins = 16;
     if (waits >= kSpins) return std::this_thread::yield();
     for (int i = 0; i < 16; ++i) pause_thread();
   }
