@@ -72,8 +72,8 @@ FAULTS = (
     Fault(
         "q is multiplied in place of k",
         "key_operands.h",
-        "multiply_lower<Engine>(key.k, key.k_columns, block, padded, key.kk);",
-        "multiply_lower<Engine>(key.q, key.k_columns, block, padded, key.kk);",
+        "multiply_lower<Engine, kRows>(key.k, key.k_columns, row, padded, key.kk);",
+        "multiply_lower<Engine, kRows>(key.q, key.k_columns, row, padded, key.kk);",
     ),
     Fault("v has no beta", "rows.h", "task.chunk.beta[row + r]", "1.0f"),
     Fault(
@@ -94,9 +94,8 @@ FAULTS = (
     Fault(
         "outputs overrun their columns",
         "rows.h",
-        "store_as(out.dtype, out.data, index + j * kLanes, add(mul(scale, x[r][j]), zero()), "
-        "task.columns - j * kLanes);",
-        "store_as(out.dtype, out.data, index + j * kLanes, add(mul(scale, x[r][j]), zero()), kLanes);",
+        "store_as(out.dtype, out.data, index + j * kLanes, x[r][j], task.columns - j * kLanes);",
+        "store_as(out.dtype, out.data, index + j * kLanes, x[r][j], kLanes);",
     ),
     Fault(
         "the state does not decay",

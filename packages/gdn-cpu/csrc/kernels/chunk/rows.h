@@ -146,28 +146,11 @@ GDN_INLINE bool is_plain(const PanelTask<Engine>& task, const AnyOperand& x) {
   return x.dtype == DType::kBFloat16 && task.columns >= kVectors * kLanes;
 }
 
-// beta (v - exp(G) k M) of a tile of rows that are all in the segment, of plain v and with a state.
-template <class Engine, int kRows, int kVectors>
-GDN_INLINE void start_plain_rows(const PanelTask<Engine>& task, std::int64_t row, Vec (&x)[kRows][kVectors]) {
+// beta (v - exp(G) k M) of a tile of rows. kIsPlain: v is plain, all rows are in the segment, and there is a state.
+template <bool kIsPlain, class Engine, int kRows, int kVectors>
+GDN_INLINE void start_rows_of(const PanelTask<Engine>& task, std::int64_t row, Vec (&x)[kRows][kVectors]) {
   const Operand& v = task.params.v;
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    const Vec beta = set1(task.chunk.beta[row + r]);
-    const Vec factor = set1(-task.chunk.state_factor[row + r] * task.key.k_factor[row + r]);
-    const BFloat16* from = static_cast<const BFloat16*>(v.data) + task.v_index + (row + r) * v.token_stride;
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) x[r][j] = mul(beta, fma(factor, x[r][j], load(from + j * kLanes)));
-  }
-}
-
-// The same of any tile.
-template <class Engine, int kRows, int kVectors>
-GDN_INLINE void start_rows(const PanelTask<Engine>& task, std::int64_t row, Vec (&x)[kRows][kVectors]) {
-  const Operand& v = task.params.v;
-  if (task.state != nullptr && task.holds(row, kRows) && is_plain<kVectors>(task, v)) {
-    return start_plain_rows(task, row, x);
-  }
-  const bool is_whole = task.holds(row, kRows);
+  const bool is_whole = kIsPlain || task.holds(row, kRows);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     if (!is_whole && !task.holds(row + r)) continue;
@@ -176,11 +159,21 @@ GDN_INLINE void start_rows(const PanelTask<Engine>& task, std::int64_t row, Vec 
     const std::int64_t index = task.v_index + (row + r) * v.token_stride;
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
-      const Vec value = load_as(v.dtype, v.data, index + j * kLanes, task.columns - j * kLanes);
-      x[r][j] = mul(beta, task.state != nullptr ? fma(factor, x[r][j], value) : value);
+      const std::int64_t c = j * kLanes;
+      const Vec value = kIsPlain ? load(static_cast<const BFloat16*>(v.data) + index + c)
+                                 : load_as(v.dtype, v.data, index + c, task.columns - c);
+      x[r][j] = mul(beta, kIsPlain || task.state != nullptr ? fma(factor, x[r][j], value) : value);
     }
   }
   if (!is_whole) zero_outside(task.segment, row, x);
+}
+
+template <class Engine, int kRows, int kVectors>
+GDN_INLINE void start_rows(const PanelTask<Engine>& task, std::int64_t row, Vec (&x)[kRows][kVectors]) {
+  if (task.state != nullptr && task.holds(row, kRows) && is_plain<kVectors>(task, task.params.v)) {
+    return start_rows_of<true>(task, row, x);
+  }
+  start_rows_of<false>(task, row, x);
 }
 
 // The rows of the tile from those before it in the tile.
