@@ -91,12 +91,22 @@ GDN_INLINE void store_pair(BFloat16* p, Vec a, Vec b) {
 GDN_INLINE void stream_pair(BFloat16* p, Vec a, Vec b) {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow_pair(a, b));
 }
+GDN_INLINE void stream_pair(Float16* p, Vec a, Vec b) {
+  const __m256i low = _mm256_castsi128_si256(narrow(a, Float16{}));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm256_inserti128_si256(low, narrow(b, Float16{}), 1));
+}
+GDN_INLINE void stream_pair(float* p, Vec a, Vec b) {
+  stream(p, a);
+  stream(p + kLanes, b);
+}
 
 // Of 2 kLanes in a row, those at even places and those at odd ones: cheaper to load and to store than halves.
-GDN_INLINE void load_split(const BFloat16* p, Vec& even, Vec& odd) {
-  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+GDN_INLINE void widen_split(__m256i words, Vec& even, Vec& odd) {
   even = {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))};
   odd = {_mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(-0x10000)))};
+}
+GDN_INLINE void load_split(const BFloat16* p, Vec& even, Vec& odd) {
+  widen_split(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), even, odd);
 }
 GDN_INLINE __m256i narrow_split(Vec even, Vec odd) {
   return _mm256_or_si256(bfloat16_bits(even), _mm256_slli_epi32(bfloat16_bits(odd), 16));
@@ -106,6 +116,34 @@ GDN_INLINE void store_split(BFloat16* p, Vec even, Vec odd) {
 }
 GDN_INLINE void stream_split(BFloat16* p, Vec even, Vec odd) {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow_split(even, odd));
+}
+// 2 kLanes in a row as they lie in memory, of which bfloat16 is split when it is widened.
+template <class T>
+struct TwoVectors {
+  __m256i part[sizeof(T) / 2];
+};
+template <class T>
+GDN_INLINE TwoVectors<T> load_two(const T* p) {
+  TwoVectors<T> x;
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
+    x.part[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i * kLanes));
+    __asm__("" : "+x"(x.part[i]));  // left alone, the compiler loads it again for each use
+  }
+  return x;
+}
+template <class T>
+GDN_INLINE void store_two(T* p, const TwoVectors<T>& x) {
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + i * kLanes), x.part[i]);
+  }
+}
+GDN_INLINE void widen_two(const TwoVectors<BFloat16>& x, Vec (&y)[2]) { widen_split(x.part[0], y[0], y[1]); }
+GDN_INLINE void widen_two(const TwoVectors<Float16>& x, Vec (&y)[2]) {
+  y[0] = widen(_mm256_castsi256_si128(x.part[0]), Float16{});
+  y[1] = widen(_mm256_extracti128_si256(x.part[0], 1), Float16{});
+}
+GDN_INLINE void widen_two(const TwoVectors<float>& x, Vec (&y)[2]) {
+  for (int v = 0; v < 2; ++v) y[v] = {_mm256_castsi256_ps(x.part[v])};
 }
 // The same of two vectors, and back.
 GDN_INLINE void split(Vec& a, Vec& b) {
@@ -135,6 +173,18 @@ GDN_INLINE void store_coarse(BFloat16* p, Vec x, std::int64_t n) {
 GDN_INLINE void store_coarse_pair(BFloat16* p, Vec a, Vec b) {
   const __m256i packed = _mm256_packus_epi32(round_coarsely(a), round_coarsely(b));  // per 128-bit half
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+// Of even and odd ones.
+GDN_INLINE __m256i narrow_coarse_split(Vec even, Vec odd) {
+  const __m256i high = _mm256_add_epi32(_mm256_castps_si256(odd.v), _mm256_set1_epi32(0x8000));
+  return _mm256_blend_epi16(round_coarsely(even), high, 0xaa);
+}
+GDN_INLINE void store_coarse_split(BFloat16* p, Vec even, Vec odd) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_coarse_split(even, odd));
+}
+GDN_INLINE void stream_coarse_split(BFloat16* p, Vec even, Vec odd) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow_coarse_split(even, odd));
 }
 
 GDN_INLINE Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
