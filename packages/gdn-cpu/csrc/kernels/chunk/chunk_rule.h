@@ -24,10 +24,10 @@
 // Bound by arithmetic: per head and chunk, K = V = 128, 4.0 million multiply-adds, of them 0.25 in the solve. One core
 // of Zen 4, two value heads a key head, 1024 tokens, us a head and chunk (the arithmetic alone: 37 with bf16, 69 in
 // fp32):
-//   avx512_bf16 48, portable 83 on x86_v4 and 89 on x86_v3. In fp32 that is 83 and 78 % of the peak, everything
-//   included. With the products of OpenBLAS 0.3.34, in turn with those: 90 on x86_v4; 118 on x86_v3 with its kernels
-//   for Haswell; and 398 against 335 on baseline with those for Nehalem. It wins nowhere, and so runs only where it is
-//   asked for.
+//   avx512_bf16 44, portable 78 on x86_v4 and 83 on x86_v3. In fp32 that is 88 and 83 % of the peak, everything
+//   included. With the products of OpenBLAS 0.3.34, in turn with an earlier 83 and 89: 90 on x86_v4; 118 on x86_v3 with
+//   its kernels for Haswell; and 398 against 335 on baseline with those for Nehalem. It wins nowhere, and so runs only
+//   where it is asked for.
 #pragma once
 
 #include "state.h"
