@@ -168,11 +168,9 @@ def _chunk_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, host: Tensor 
         total = q.shape[0] * -(-q.shape[1] // CHUNK)
     else:
         offsets("cu_seqlens", cu_seqlens, q.shape[1])
-        bounds = cu_seqlens if host is None else host
+        name, bounds = ("cu_seqlens", cu_seqlens) if host is None else ("cu_seqlens_cpu", host)
         if bounds.is_meta:
-            raise NotImplementedError(
-                f"cu_seqlens: expected a tensor with values, got {describe(bounds)} on device meta"
-            )
+            raise NotImplementedError(f"{name}: expected a tensor with values, got {describe(bounds)} on device meta")
         total = sum(-(-(end - start) // CHUNK) for start, end in pairwise(bounds.tolist()))
     k_dim, (hv, v_dim) = q.shape[-1], v.shape[-2:]
     inner = (hv, v_dim, k_dim) if state_v_first else (hv, k_dim, v_dim)
