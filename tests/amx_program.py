@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 PERMISSION = (0x1023, 18)  # ARCH_REQ_XCOMP_PERM, XTILEDATA
@@ -172,6 +171,14 @@ def assemble(compiler: str, folder: Path) -> Path:
     return library
 
 
+def _configure_on_another_thread(program: ctypes.CDLL, config: Configuration) -> None:
+    """Return when the thread has ended: ``Thread.join`` waits for what Python does on it only."""
+    process, thread = ctypes.CDLL(None), ctypes.c_void_p()
+    if process.pthread_create(ctypes.byref(thread), None, program.configure, ctypes.byref(config)) != 0:
+        raise OSError("no thread could be started")
+    process.pthread_join(thread, None)
+
+
 def _run(program: ctypes.CDLL, function: str, rows: str) -> None:
     config = Configuration(palette=1)
     for n, size in enumerate(filter(None, rows.split(","))):
@@ -187,9 +194,7 @@ def _run(program: ctypes.CDLL, function: str, rows: str) -> None:
         program.configure(ctypes.byref(config))
         program.load(None)
     elif function == "thread":
-        thread = threading.Thread(target=program.configure, args=(ctypes.byref(config),))
-        thread.start()
-        thread.join()
+        _configure_on_another_thread(program, config)
     else:
         if rows:
             program.configure(ctypes.byref(config))
