@@ -18,7 +18,7 @@ from . import CommandError
 
 # Below this a clock reading and a loop iteration would be part of the result.
 _SHORTEST_SAMPLE = 200e-6
-# One of these needs no second call to be sure that it is long enough.
+# One of these is long enough for a sample by itself, and for what it finds in the caches not to matter.
 _LONG_CALL = 20e-3
 _LARGEST_BATCH = 4096
 # Seconds that the rounds of a case may take, once there are a few of them.
@@ -72,16 +72,27 @@ class Timing:
     others: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How one sample is taken: of so many calls, after another one that is not timed.
+
+    What the contender before it left in the caches is not this one's to pay for. Long calls make no difference of it.
+    """
+
+    batch: int
+    warm_up: bool = True
+
+
 def time_in_turn(contenders: Sequence[Timed], rounds: int) -> list[Timing]:
     """Time each contender in every one of `rounds` rounds, fewer where calls take seconds."""
-    batches = [_batch_size(contender) for contender in contenders]
+    plans = [_plan(contender) for contender in contenders]
     samples: list[list[float]] = [[] for _ in contenders]
     started, busy = perf_counter(), _busy_elsewhere()
     for done in range(rounds):
         if done >= _FEWEST_ROUNDS and perf_counter() - started > _LONGEST_CASE:
             break
-        for contender, batch, seconds in zip(contenders, batches, samples, strict=True):
-            seconds.append(_sample(contender, batch))
+        for contender, plan, seconds in zip(contenders, plans, samples, strict=True):
+            seconds.append(_sample(contender, plan))
     # The kernel counts in ticks: less than a few of them say nothing.
     busy = _busy_elsewhere() - busy
     others = busy / (perf_counter() - started) if busy > _SURE_BUSY else 0.0
@@ -118,25 +129,25 @@ def _busy_elsewhere(stat: Path = Path("/proc/stat")) -> float:
     return busy / os.sysconf("SC_CLK_TCK") - process_time()
 
 
-def _batch_size(contender: Timed) -> int:
-    """Return how many calls make one sample long enough. Also warms up."""
-    if _sample(contender, 1) > _LONG_CALL:
-        return 1
+def _plan(contender: Timed) -> _Plan:
+    """Find how many calls make one sample long enough. Also warms up."""
+    if _sample(contender, _Plan(1, warm_up=False)) > _LONG_CALL:
+        return _Plan(1, warm_up=False)
     batch = 1
-    while batch < _LARGEST_BATCH and _sample(contender, batch) * batch < _SHORTEST_SAMPLE:
+    while batch < _LARGEST_BATCH and _sample(contender, _Plan(batch)) * batch < _SHORTEST_SAMPLE:
         batch *= 2
-    return batch
+    return _Plan(batch)
 
 
-def _sample(contender: Timed, batch: int) -> float:
+def _sample(contender: Timed, plan: _Plan) -> float:
     call = contender.call
     with contender.active():
-        if batch > 1:
-            call()  # what the contender before it left in the caches is not this one's to pay for
-        started = perf_counter()
-        for _ in range(batch):
+        if plan.warm_up:
             call()
-        return (perf_counter() - started) / batch
+        started = perf_counter()
+        for _ in range(plan.batch):
+            call()
+        return (perf_counter() - started) / plan.batch
 
 
 def _summary(seconds: list[float], others: float) -> Timing:
