@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -18,7 +19,7 @@ import torch
 
 import gdn_core
 from gdn_core import _dispatch, _registry
-from gdn_core.cli import bench, known_machines, main, output, peers, timing
+from gdn_core.cli import CommandError, bench, known_machines, main, output, peers, timing
 from gdn_core.cli.bench_case import Case, Sizes, StatePool
 from gdn_core.cli.bench_cases import OPS, plans
 from gdn_core.cli.machine import Limits
@@ -391,6 +392,49 @@ def test_bench_caps_the_level(tmp_path: Path) -> None:
     assert [level for level in gdn_cpu.levels() if level.active] == active
 
 
+@pytest.mark.parametrize("level", ["baseline", "x86_v3"])
+def test_peers_do_without_what_a_level_does_not_have(level: str) -> None:
+    gdn_cpu = pytest.importorskip("gdn_cpu")
+    if not any(each.name == level and each.supported for each in gdn_cpu.levels()):
+        pytest.skip(f"no level {level} here")
+    script = f"""
+import torch
+from gdn_core.cli.peers import Peers, _hold_torch_to
+peers = Peers([], "{level}", "{level}")
+_hold_torch_to("{level}")
+torch.set_num_threads(1)
+x, weight = torch.ones(1, 8, 16, dtype=torch.bfloat16), torch.ones(8, 1, 4, dtype=torch.bfloat16)
+with torch.profiler.profile() as profile:
+    torch.nn.functional.conv1d(x, weight, groups=8)
+names = {{event.name for event in profile.events()}}
+print(torch.backends.cpu.get_cpu_capability(), peers.are_held, "aten::mkldnn_convolution" in names)
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in peers._TORCH_SETTINGS}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    # oneDNN convolves bfloat16 with AVX-512 only.
+    capability = {"baseline": "DEFAULT", "x86_v3": "AVX2"}[level]
+    assert done.stdout.splitlines()[-1:] == [f"{capability} True False"], done.stderr
+
+
+def test_bench_says_that_torch_has_chosen_its_instructions_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in peers._TORCH_SETTINGS:
+        monkeypatch.setenv(name, "")  # restored afterwards
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    with pytest.raises(CommandError, match=r"--level x86_v3: torch is at work in this process already.* AVX512"):
+        Peers(["transformers"], "x86_v3", "x86_v3")
+
+
+def test_peers_that_are_held_have_no_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = known_machines.Known("a test", "none", 0, 0, (1, 1), (1, 1), (1, 1), {("conv", "T=128"): {"vllm": (1, 1)}})
+    case = next(plan for plan in plans("conv", Sizes(), Peers([], None)) if plan.label == "T=128").build()
+    case = dataclasses.replace(case, known_as=("conv", "T=128"), scale=1.0)
+    for held_to, expected in (None, 1e-6), ("x86_v3", None):
+        loaded = Peers([], "x86_v4_bf16", held_to)
+        monkeypatch.setattr(loaded, "vllm_build", peers.VLLM_BEST)
+        setting = bench._Run(loaded, [], 1, known, "x86_v4_bf16")
+        assert setting.known_seconds(case, "vllm", 1) == expected
+
+
 def bench_row(timing: Timing | None, floor: float = 1.0, known: float | None = None) -> bench.Row:
     return bench.Row("norm", "T=1", 2, 1, "vllm", None, 0.0, 1.0, None, timing, floor, known)
 
@@ -436,6 +480,31 @@ def test_the_work_of_other_processes_is_seen(monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.setattr(timing, "_busy_elsewhere", lambda busy=busy: next(busy))
         (measured,) = timing.time_in_turn([timing.Timed(lambda: None, nullcontext)], rounds=2)
         assert (measured.others > 0) == is_disturbed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "calls_of_a_sample"),
+    [(100e-6, 2 + 1), (199e-6, 2 + 1), (201e-6, 1 + 1), (5e-3, 1 + 1), (19e-3, 1 + 1), (21e-3, 1), (2.0, 1)],
+)
+def test_what_others_left_in_the_caches_is_not_timed(
+    seconds: float, calls_of_a_sample: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, calls = [0.0], []
+
+    def call_after_another() -> None:
+        is_first = not calls or calls[-1] != "this"
+        calls.append("this")
+        clock[0] += seconds + (500e-6 if is_first and seconds < 20e-3 else 0.0)
+
+    def other() -> None:
+        calls.append("other")
+        clock[0] += 1.0
+
+    monkeypatch.setattr(timing, "perf_counter", lambda: clock[0])
+    contenders = [timing.Timed(call, nullcontext) for call in (call_after_another, other)]
+    measured, _ = timing.time_in_turn(contenders, rounds=3)
+    assert measured.high == pytest.approx(seconds)
+    assert calls[-calls_of_a_sample - 2 :] == ["other", *["this"] * calls_of_a_sample, "other"]
 
 
 def test_bench_explains_the_mark(

@@ -116,7 +116,8 @@ class _Run:
 
     def known_seconds(self, case: Case, peer: str, threads: int) -> float | None:
         """Return what the peer is known to take here, in the build that those times are of."""
-        if self.known is None or case.known_as is None or (peer == "vllm" and self.peers.vllm_build != VLLM_BEST):
+        is_other_build = peer == "vllm" and self.peers.vllm_build != VLLM_BEST
+        if self.known is None or case.known_as is None or self.peers.are_held or is_other_build:
             return None
         pair = self.known.peer_us.get(case.known_as, {}).get(peer)
         figure = at_threads(pair, threads) if pair else None
@@ -143,7 +144,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend", action="append", metavar="NAME", help="not what gdn picks, but this; given again, each in turn"
     )
     parser.add_argument(
-        "--level", metavar="LEVEL", help="cap gdn-cpu at this instruction-set level; vllm is then its build for that"
+        "--level",
+        metavar="LEVEL",
+        help="cap gdn-cpu at this instruction-set level, torch too, and take vllm's build for it",
     )
     parser.add_argument("--rounds", type=output.positive, metavar="N", help=f"default: {_ROUNDS}")
     parser.add_argument("--json", metavar="FILE", help='also write the results as JSON ("-": to stdout)')
@@ -168,7 +171,8 @@ def run(args: argparse.Namespace) -> int:
     with _level(args.level):
         active = next((backend.level for backend in gdn_core.backends() if backend.name == "cpu"), None)
         rounds = args.rounds or (_QUICK_ROUNDS if args.quick else _ROUNDS)
-        setting = _Run(Peers(names, active), backends, rounds, this_machine(), active)
+        peers = Peers(names, active, active if _is_capped(active) else None)
+        setting = _Run(peers, backends, rounds, this_machine(), active)
         keep_freed_memory()
         return _run(setting, ops, sizes, threads, args)
 
@@ -236,6 +240,14 @@ def _level(name: str | None) -> AbstractContextManager[Any]:
         raise CommandError(f"--level {name}: this machine runs {', '.join(known)}")
     level: AbstractContextManager[Any] = gdn_cpu.isa_level(name)
     return level
+
+
+def _is_capped(active: str | None) -> bool:
+    """Tell whether this CPU has more than gdn-cpu's level `active`."""
+    if active is None:
+        return False
+    *_, most = (level.name for level in importlib.import_module("gdn_cpu").levels() if level.supported)
+    return active != most
 
 
 def _run_at(setting: _Run, threads: int, ops: Sequence[str], sizes: Sizes, args: argparse.Namespace) -> list[Row]:
@@ -381,6 +393,8 @@ def _print_notes(
         console.print(_VOID, style="yellow")
     if any(row.known is not None for row in rows) and setting.known is not None:
         console.print(f"Peers are held against their known times on this kind of machine: {setting.known.name}.")
+    if setting.peers.are_held:
+        console.print(f"Peers, and torch for them, do without what a CPU of level {setting.level} does not have.")
     for threads, limit in machine.items():
         exponentials = f", {limit.exp_g_s:.1f} G exp/s" if limit.exp_g_s else ""
         bf16 = f", {limit.bf16_gflop_s:.0f} in bf16" if limit.bf16_gflop_s else ""
@@ -405,6 +419,7 @@ def _system(setting: _Run) -> dict[str, Any]:
         "known_machine": setting.known.name if setting.known else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "torch_cpu": torch.backends.cpu.get_cpu_capability(),
         "gdn_core": gdn_core.__version__,
         "backends": {backend.name: backend.level for backend in gdn_core.backends() if backend.available},
     }

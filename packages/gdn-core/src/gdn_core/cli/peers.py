@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,30 @@ VLLM_BEST = "_C.abi3.so"
 # By instruction-set level of gdn-cpu, what vLLM takes on a CPU that has no more.
 _VLLM_BUILDS = {"baseline": "_C_AVX2.abi3.so", "x86_v3": "_C_AVX2.abi3.so", "x86_v4": "_C_AVX512.abi3.so"}
 
+# What tells torch, oneDNN and MKL to use no more than a CPU of a level has. Each reads it when it is first at work.
+_TORCH_SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+_TORCH_AT_LEVEL = {
+    "baseline": ("default", "SSE41", "SSE4_2"),
+    "x86_v3": ("avx2", "AVX2", "AVX2"),
+    "x86_v4": ("avx512", "AVX512_CORE_VNNI", "AVX512"),
+    "x86_v4_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512"),
+}
+
 # transformers copies the values to fp32 about ten times.
 _TRANSFORMERS_COPIES = 10
 _MOST_BYTES = 2 << 30
 
 
 class Peers:
-    """The wanted peers, loaded. Each method returns their ways to run one case."""
+    """The wanted peers, loaded. Each method returns their ways to run one case.
 
-    def __init__(self, names: list[str], level: str | None) -> None:
+    `level` is gdn-cpu's; `held_to` is the same where the CPU has more than that, which peers then do without as well.
+    """
+
+    def __init__(self, names: list[str], level: str | None, held_to: str | None = None) -> None:
+        self.are_held = held_to in _TORCH_AT_LEVEL
+        if names and held_to is not None:
+            _hold_torch_to(held_to)
         self.vllm_build = _vllm_build(level)
         self._vllm: Any = _load_vllm(self.vllm_build) if "vllm" in names else None
         self._transformers: Any = _load_transformers() if "transformers" in names else None
@@ -253,6 +269,17 @@ def _load_vllm(build: str) -> Any:
     except OSError as error:
         raise CommandError(f"--vs vllm: {error}; it may need another torch than {torch.__version__}") from error
     return torch.ops._C
+
+
+def _hold_torch_to(level: str) -> None:
+    """Have what peers call of torch do without the instructions that a CPU of gdn-cpu's `level` does not have."""
+    settings = _TORCH_AT_LEVEL.get(level)
+    if settings is None:
+        return
+    os.environ.update(zip(_TORCH_SETTINGS, settings, strict=True))
+    chosen = torch.backends.cpu.get_cpu_capability()
+    if chosen.lower() != settings[0]:
+        raise CommandError(f"--level {level}: torch is at work in this process already, and uses {chosen}")
 
 
 def _vllm_build(level: str | None) -> str:
