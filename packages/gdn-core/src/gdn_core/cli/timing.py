@@ -17,7 +17,7 @@ import torch
 from . import CommandError
 
 # Below this a clock reading and a loop iteration would be part of the result.
-_SHORTEST_SAMPLE = 200e-6
+_SHORTEST_SAMPLE = 1e-3
 # One of these is long enough for a sample by itself, and for what it finds in the caches not to matter.
 _LONG_CALL = 20e-3
 _LARGEST_BATCH = 4096
