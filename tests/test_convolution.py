@@ -188,6 +188,28 @@ def test_in_place(impl: Implementation, length: int, layout: Callable[[Tensor], 
         assert same_bits(own_pool, expected_pool)
 
 
+@pytest.mark.parametrize("C", [32, 45, 64, 1000, 2048, 4100])
+@pytest.mark.parametrize("length", [3, 9])
+def test_where_an_output_lies_changes_nothing(native_impl: Implementation, length: int, C: int) -> None:
+    """Loads wait for stores to the same places of other pages, wherefore the order of channels depends on both."""
+    rng = inputs.generator(8)
+    for dtype in (torch.bfloat16, torch.float32):
+        line, page = (size // dtype.itemsize for size in (64, 4096))
+        weight, bias = weights(C, 4, dtype)
+        rows = -(-length * C // page) + 1  # pages of one operand
+        memory = torch.zeros((2 * rows + 2) * page, dtype=dtype)
+        first = -memory.data_ptr() % 4096 // dtype.itemsize
+        x = memory[first : first + length * C].view(1, length, C).mT
+        x.copy_(normal((1, C, length), rng, dtype))
+        wanted = gdn_core.causal_conv1d_fn(x, weight, bias, activation="silu")
+        assert close(wanted, expected_of(x.new_zeros(1, C, 3), x, weight, bias, "silu"))
+        for distance in (0, 1, line // 2, line, 2 * line, 4 * line, 5 * line, page - line):
+            y = memory[first + rows * page + distance :][: length * C].view(1, length, C).mT
+            y.fill_(7.0)
+            gdn_core.causal_conv1d_fn(x, weight, bias, activation="silu", out=y)
+            assert same_bits(y, wanted), distance
+
+
 @pytest.mark.parametrize("shift", [1, 3, 40, 41, 80])
 def test_an_output_that_overlaps_x(native_impl: Implementation, shift: int) -> None:
     """Whatever part of x the output lies on, what is computed is that of x as it was."""

@@ -328,6 +328,16 @@ GDN_INLINE void finish_sums(Pipeline<T>& line, T* nowhere) {
   }
 }
 
+// Whether y, as far into its page as x and a line or two more, makes loads wait: a CPU takes a load for one of what was
+// just stored where the two agree in their places in a page. Rows of whole pages, whose x and y were allocated one
+// after the other, do that in every token. From the last channel to the first the stores stay behind.
+template <class T>
+GDN_INLINE bool loads_meet_stores(const PackedChannels<T>& at) {
+  constexpr std::uintptr_t kPage = 4096, kNear = 4 * kCacheLine;
+  const auto distance = (reinterpret_cast<std::uintptr_t>(at.out) - reinterpret_cast<std::uintptr_t>(at.x)) % kPage;
+  return distance != 0 && distance <= kNear;
+}
+
 // Tokens [begin, end), a few of all channels after a few. y is not x.
 template <int kWidth, bool kSilu, bool kStreams, class T>
 __attribute__((noinline)) void convolve_tiles(const PackedChannels<T>& at, const Filter& filter, const History* history,
@@ -369,14 +379,18 @@ __attribute__((noinline)) void convolve_tiles(const PackedChannels<T>& at, const
       push_sums<kSilu, kStreams>(line, y, out + i * at.out_token_stride);
     }
   };
+  const std::int64_t num_pairs = (channel_end - channel_begin) / kStep;
+  const bool from_the_end = loads_meet_stores(at);
+  const std::int64_t step = from_the_end ? -kStep : kStep;
+  const std::int64_t first = from_the_end ? channel_begin + (num_pairs - 1) * kStep : channel_begin;
   for (std::int64_t t = begin; t < end; t += kTokensPerTile) {
-    std::int64_t channel = channel_begin;
+    std::int64_t channel = first;
     if (end - t >= kTokensPerTile) {
-      for (; channel + kStep <= channel_end; channel += kStep) {
+      for (std::int64_t left = num_pairs; left > 0; --left, channel += step) {
         convolve_pair(std::integral_constant<std::int64_t, kTokensPerTile>{}, t, channel);
       }
     } else {
-      for (; channel + kStep <= channel_end; channel += kStep) convolve_pair(end - t, t, channel);
+      for (std::int64_t left = num_pairs; left > 0; --left, channel += step) convolve_pair(end - t, t, channel);
     }
   }
   finish_sums<kSilu, kStreams>(line, nowhere);
