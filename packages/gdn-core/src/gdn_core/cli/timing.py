@@ -16,7 +16,7 @@ import torch
 
 from . import CommandError
 
-# Below this a clock reading and a loop iteration would be part of the result.
+# Below this a clock reading would be part of the result, and so would the first calls after another contender's.
 _SHORTEST_SAMPLE = 1e-3
 # One of these is long enough for a sample by itself, and for what it finds in the caches not to matter.
 _LONG_CALL = 20e-3
