@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gdn_core
-from contract_calls import DECODE, FLOATS, THREADS, call, same_bits, untouched
+from contract_calls import DECODE, FLOATS, THREADS, call, check_decode, same_bits, untouched
 from gdn_core import ReplayRecords
 from gdn_core.testing import clone, inputs, oracle, packed_relative_error, relative_error, to_float64, tolerance
 
@@ -308,6 +308,56 @@ def test_errors_of_records(impl, op, part):
         setattr(arguments["records"], part, change(getattr(arguments["records"], part)))
         with untouched(arguments), pytest.raises(error, match=f"^records.{part}: expected"):
             call(op, arguments)
+
+
+# --- products that leave fp32 -----------------------------------------------------------------------------------------
+
+# How many times as large q, k, v, the states and u of the records are, and arguments that are not as usual.
+EXTREMES = {
+    "q and k times the state": {"q": 1e31, "k": 1e31, "state": 1e9, "u": 1e9},
+    "u times what normalises k": {"k": 1e26, "b": -40.0, "state": 0.0, "u": 1e-18},
+    "u times what normalises a larger k": {"k": 1e31, "b": -40.0, "state": 0.0, "u": 1e-18},
+    "small q times a small state": {"q": 1e-30, "k": 1e-30, "v": 3e-10, "state": 3e-10, "u": 3e-10, "scale": 1e3},
+    "q times k": {"q": 1e33, "k": 1e8, "state": 1e-8, "b": -40.0, "u": 1e-15, "normalize": False},
+    "k times q": {"q": 1e6, "k": 1e36, "v": 1e-10, "a": 1e4, "u": 1e-20, "normalize": False},
+}
+
+
+def make_extreme(arguments, pool, *, q=1.0, k=1.0, v=1.0, state=1.0, u=1.0, a=None, b=None, normalize=True, scale=None):
+    """Return the arguments with tokens, states and records of extreme sizes."""
+    sizes = {"q": q, "k": k, "v": v}
+    scaled = {name: (arguments[name].double() * size).to(arguments[name].dtype) for name, size in sizes.items()}
+    set_to = {name: torch.full_like(arguments[name], x) for name, x in (("a", a), ("b", b)) if x is not None}
+    pool.mul_(state)
+    if "records" in arguments:
+        records = arguments["records"]
+        records.k.copy_(records.k.double() * k)
+        records.u.mul_(u)
+    return {**arguments, **scaled, **set_to, "use_qk_l2norm_in_kernel": normalize, "scale": scale}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("op", [DECODE, SPEC, REPLAY], ids=["decode", "several_slots", "replay"])
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@LAYOUTS
+def test_products_on_the_way_may_leave_fp32(native_impl, op, extreme, dtype, state_v_first):
+    shape, options = (1, 1, 128, 128), {"dtype": dtype, "state_v_first": state_v_first}
+    if op == DECODE:
+        arguments, guarded = inputs.decode_arguments((3, 1), *shape, **options)
+    elif op == SPEC:
+        arguments, guarded = inputs.spec_arguments((3, 1), 3, *shape, accepted=(2, 1), **options)
+    else:
+        arguments, guarded = inputs.replay_arguments((3, 1), 3, *shape, accepted=(2, 1), live=(2, 1), **options)
+    arguments = make_extreme(arguments, guarded.pool, **EXTREMES[extreme])
+    if op == SPEC:
+        check_spec(arguments, guarded)
+    elif op == REPLAY:
+        check_replay(op, arguments, guarded)
+    else:
+        wide = to_float64(arguments)
+        expected = oracle.fused_sigmoid_gating_delta_rule_update(**wide)
+        assert expected.float().isfinite().all()
+        check_decode(arguments, guarded, call(op, arguments), (expected, wide["initial_state_source"]))
 
 
 # --- the fused step ---------------------------------------------------------------------------------------------------
@@ -692,9 +742,10 @@ def test_any_acceptance_pattern_is_decode_token_by_token(native_impl, form, shap
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1e25, 1e-25])
 @LAYOUTS
-def test_q_and_k_whose_squares_leave_fp32(native_impl, form, state_v_first):
-    chain(form, (2, 4, 128, 128), 4, state_v_first, torch.bfloat16, size=1e25)
+def test_q_and_k_whose_squares_leave_fp32(native_impl, form, size, state_v_first):
+    chain(form, (2, 4, 128, 128), 4, state_v_first, torch.bfloat16, size=size)
 
 
 def test_every_number_of_accepted_tokens(native_impl):

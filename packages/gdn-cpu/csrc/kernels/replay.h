@@ -26,8 +26,7 @@ void load_record_keys(const RecurrenceParams& p, std::int64_t slot, std::int64_t
   for (std::int64_t i = 0; i < count; ++i) {
     float* k = scratch.record_k + i * kMaxHeadDim;
     const std::int64_t index = element_index(recorded, slot, i, key_head);
-    with_dtype(recorded.dtype, recorded.data, [&](auto data) { convert_row(data + index, p.key_dim, k); });
-    scratch.record_k_factor[i] = p.normalize_qk ? inverse_norm(k, padded_row(p.key_dim)) : 1.0f;
+    scratch.record_k_factor[i] = load_row(recorded, index, p, k);
   }
 }
 

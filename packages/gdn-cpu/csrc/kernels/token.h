@@ -11,8 +11,8 @@ namespace {
 struct Token {
   const float* q;  // [key_dim], padded with zeros, not normalised
   const float* k;
-  float q_factor, k_factor;  // their inverse norms
-  float qk;                  // of the normalised q and k
+  float q_factor, k_factor;  // what they have to be multiplied with
+  float qk;                  // of q and k with their factors
   float decay;
   float beta;
   float scale;

@@ -4,7 +4,8 @@
 // fp32, their norms and product, the decay and beta.
 //
 // The passes over the state use q and k as they came. Their inverse norms are factors of what the passes give: so the
-// passes need not wait for two square roots and two divisions.
+// passes need not wait for two square roots and two divisions. Of very large or small q and k a power of two is left to
+// the factors as well, which changes no bit of what fits into fp32 without.
 #pragma once
 
 #include "gate.h"
@@ -15,6 +16,9 @@ namespace {
 // Rows of q and k are padded with zeros to whole vectors of every level.
 constexpr std::int64_t kRowMultiple = 16;
 constexpr float kNormEpsilon = 1e-6f;
+// Sums of squares of rows that are used as they came: products with a state, and u times a factor, are then as far from
+// the ends of fp32 as they are for normalised rows.
+constexpr float kSmallestSquares = 0x1p-24f, kLargestSquares = 0x1p24f;
 
 // The tokens of one (sequence, head): batch and first token of its row, and how many.
 struct TokenRow {
@@ -29,9 +33,10 @@ struct TokenBlock {
   std::int64_t row_stride;  // of q and k
   const float* q;
   const float* k;
-  const float* q_factor;  // 1 / |q|, or 1
+  const float* q_factor;  // 1 / |q|, or 1, for q as it stands here
   const float* k_factor;
-  const float* qk;  // of the normalised q and k
+  const float* qk;  // of q and k with their factors
+  const float* scale;
   const float* decay;
   const float* beta;
 };
@@ -82,18 +87,49 @@ GDN_INLINE void convert_row(const T* x, std::int64_t dim, float* row) {
   for (; i < padded_row(dim); i += kLanes) store(row + i, zero());
 }
 
-// Of a row whose sum of squares leaves the range of fp32: the same of smaller values.
-[[maybe_unused]] float inverse_norm_of_large(const float* row, std::int64_t padded) {
-  constexpr float kSmaller = 0x1p-70f;
-  Vec sum = zero();
-  for (std::int64_t i = 0; i < padded; i += kLanes) sum = square_add(mul(load(row + i), set1(kSmaller)), sum);
-  return kSmaller / square_root(reduce_add(sum));
+// 2^n of a normal number.
+GDN_INLINE float exact_power(int n) { return float_of(static_cast<std::uint32_t>(n + 127) << 23); }
+
+// n of the largest |x|, 2^n <= |x|; 0 where one is not finite, and far below any where all are zero.
+[[maybe_unused]] int largest_exponent(const float* row, std::int64_t n) {
+  std::uint32_t largest = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint32_t exponent = (bits_of(row[i]) >> 23) & 0xffu;
+    largest = exponent > largest ? exponent : largest;
+  }
+  return largest == 0xffu ? 0 : static_cast<int>(largest) - 127;
 }
 
-GDN_INLINE float inverse_norm(const float* row, std::int64_t padded) {
+// Divides the row by the power of two of its largest element, and returns what the quotient has to be multiplied with:
+// that power, or its own inverse norm. The epsilon keeps the norm of a small row from needing all of it.
+[[maybe_unused]] float scaled_factor(bool normalizes, float* row, std::int64_t padded) {
+  const int smallest = normalizes ? -40 : 0;
+  const int exponent = static_cast<int>(min_of(126, max_of(smallest, largest_exponent(row, padded))));
+  const Vec down = set1(exact_power(-exponent));
+  for (std::int64_t i = 0; i < padded; i += kLanes) store(row + i, mul(load(row + i), down));
+  if (!normalizes) return exact_power(exponent);
+  const float root = exact_power(-exponent);  // of what scales the squares
+  return 1.0f / square_root(sum_of_squares(row, padded) + kNormEpsilon * root * root);
+}
+
+// What a row of q or k has to be multiplied with.
+GDN_INLINE float factor_of_row(bool normalizes, float* row, std::int64_t padded) {
   const float sum = sum_of_squares(row, padded);
-  if (__builtin_expect(!(sum < __builtin_inff()), 0)) return inverse_norm_of_large(row, padded);
-  return 1.0f / square_root(sum + kNormEpsilon);
+  if (__builtin_expect(!(kSmallestSquares <= sum && sum <= kLargestSquares), 0)) {
+    return scaled_factor(normalizes, row, padded);
+  }
+  return normalizes ? 1.0f / square_root(sum + kNormEpsilon) : 1.0f;
+}
+
+// Where q and k are not normalised, o = scale (decay (q M) + (q k) u) may be finite while the sum in it is not: n of
+// the 2^n that the sum leaves to the scale.
+GDN_INLINE int output_exponent(double qk, float q_factor, float scale) {
+  const double product = __builtin_fabs(qk), factor = static_cast<double>(q_factor);
+  const double size = factor > product ? factor : product;
+  if (__builtin_expect(!(size >= 0x1p60), 1)) return 0;
+  const float bounded = size < 0x1p120 ? static_cast<float>(size) : 0x1p120f;
+  const int most = 126 - largest_exponent(&scale, 1);
+  return static_cast<int>(max_of(0, min_of(most, largest_exponent(&bounded, 1))));
 }
 
 GDN_INLINE Vec raw_log_decay(const RecurrenceParams& p, Vec a, Vec A_log, Vec dt_bias) {
@@ -194,6 +230,13 @@ GDN_INLINE void prefetch_row(const AnyOperand& x, const TokenRow& row, std::int6
   }
 }
 
+// Row `index` of q or k in fp32, padded; returns what it has to be multiplied with.
+template <class AnyOperand>
+GDN_INLINE float load_row(const AnyOperand& x, std::int64_t index, const RecurrenceParams& p, float* row) {
+  with_dtype(x.dtype, x.data, [&](auto data) { convert_row(data + index, p.key_dim, row); });
+  return factor_of_row(p.normalize_qk, row, padded_row(p.key_dim));
+}
+
 // q and k of tokens [token, token + count) of the row.
 [[maybe_unused]] void load_keys(const RecurrenceParams& p, const TokenRow& row, std::int64_t key_head,
                                 std::int64_t token, std::int64_t count, RecurrenceScratch& scratch) {
@@ -203,16 +246,17 @@ GDN_INLINE void prefetch_row(const AnyOperand& x, const TokenRow& row, std::int6
   for (std::int64_t i = 0; i < count; ++i, q += padded, k += padded) {
     const std::int64_t q_index = element_index(p.q, row.batch, row.first + token + i, key_head);
     const std::int64_t k_index = element_index(p.k, row.batch, row.first + token + i, key_head);
-    with_dtype(p.q.dtype, p.q.data, [&](auto data) { convert_row(data + q_index, p.key_dim, q); });
-    with_dtype(p.k.dtype, p.k.data, [&](auto data) { convert_row(data + k_index, p.key_dim, k); });
-    const float q_factor = p.normalize_qk ? inverse_norm(q, padded) : 1.0f;
-    const float k_factor = p.normalize_qk ? inverse_norm(k, padded) : 1.0f;
+    const float q_factor = load_row(p.q, q_index, p, q);
+    const float k_factor = load_row(p.k, k_index, p, k);
     // In double precision: all columns of a fresh state's first output are multiples of it, q may be nearly orthogonal
     // to k, and the product of what is not normalised may leave the range of fp32.
     const double qk = dot_double(q, k, padded) * static_cast<double>(q_factor) * static_cast<double>(k_factor);
-    scratch.q_factor[i] = q_factor;
+    const int exponent = output_exponent(qk, q_factor, p.scale);
+    const float down = exact_power(-exponent);
+    scratch.q_factor[i] = q_factor * down;
     scratch.k_factor[i] = k_factor;
-    scratch.qk_product[i] = static_cast<float>(qk);
+    scratch.qk_product[i] = static_cast<float>(qk * static_cast<double>(down));
+    scratch.scale[i] = p.scale * exact_power(exponent);
   }
 }
 
@@ -247,6 +291,7 @@ GDN_INLINE bool has_keys(const RecurrenceScratch& scratch, std::int64_t sequence
           .q_factor = scratch.q_factor,
           .k_factor = scratch.k_factor,
           .qk = scratch.qk_product,
+          .scale = scratch.scale,
           .decay = scratch.decay + first_gate,
           .beta = scratch.beta + first_gate};
 }

@@ -22,6 +22,8 @@ namespace {
 
 GDN_INLINE std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
+GDN_INLINE std::int64_t max_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
+
 GDN_INLINE std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
