@@ -507,6 +507,21 @@ def test_what_others_left_in_the_caches_is_not_timed(
     assert calls[-calls_of_a_sample - 2 :] == ["other", *["this"] * calls_of_a_sample, "other"]
 
 
+def test_a_ratio_is_the_median_of_those_of_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is half as fast in every other round; the second takes 1.1 times as long, but once ten times."""
+    clock = [0.0]
+    seconds = iter([1.0, 1.1, 1.0, 1.1, 2.0, 2.2, 1.0, 10.0, 2.0, 2.2])  # the first of each is to warm up
+
+    def call() -> None:
+        clock[0] += next(seconds)
+
+    monkeypatch.setattr(timing, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "_LONGEST_CASE", 100.0)
+    first, second = timing.time_in_turn([timing.Timed(call, nullcontext) for _ in range(2)], rounds=4)
+    assert (first.times_first, second.times_first) == (1.0, pytest.approx(1.1))
+    assert second.median == pytest.approx(2.2), "which the first's median of 1.5 would make 1.47"
+
+
 def test_bench_explains_the_mark(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

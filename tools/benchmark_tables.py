@@ -80,9 +80,9 @@ def microseconds(row: Row) -> str:
     return f"{value:.{digits}f}" + (" \\*" if row["void"] else " ~" if row["unsteady"] else "")
 
 
-def times(row: Row, own: Row) -> float:
-    """Return how many times as long as gdn's own a contender's row takes."""
-    return float(row["timing"]["median"] / own["timing"]["median"])
+def times(row: Row) -> float:
+    """Return how many times as long as gdn's own a contender's row takes: the median of the rounds."""
+    return float(row["timing"]["times_first"])
 
 
 def peer_table(figures: Figures, ops: list[str], contender: str, level: str) -> list[str]:
@@ -101,7 +101,7 @@ def peer_table(figures: Figures, ops: list[str], contender: str, level: str) -> 
             else:
                 other, own = pairs[threads, contender]
                 share = f"{own['floor'] / own['timing']['median']:.0%}" if own["floor"] else ""
-                cells += [microseconds(own), share, microseconds(other), f"{times(other, own):.2f}"]
+                cells += [microseconds(own), share, microseconds(other), f"{times(other):.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -113,7 +113,7 @@ def own_table(figures: Figures, ops: list[str], contenders: list[str], level: st
     for (_, op, heads, label), pairs in figures.cases(ops, level):
         for contender in contenders:
             found = [pairs.get((n, contender)) for n in THREADS]
-            ratios = ["" if pair is None else f"{times(*pair):.2f}" for pair in found]
+            ratios = ["" if pair is None else f"{times(pair[0]):.2f}" for pair in found]
             if any(ratios):
                 lines.append("| " + " | ".join([f"{op} {label}", contender, str(heads), *ratios]) + " |")
     return lines
@@ -140,7 +140,7 @@ def fill(document: str, figures: Figures) -> str:
 def picture(figures: Figures) -> str:
     """Return an SVG: how many times as long vLLM takes, a pair of bars a case."""
     cases = [
-        (f"{op} {label}", [(n, times(*pairs[n, "vllm"])) for n in THREADS if (n, "vllm") in pairs])
+        (f"{op} {label}", [(n, times(pairs[n, "vllm"][0])) for n in THREADS if (n, "vllm") in pairs])
         for (_, op, heads, label), pairs in figures.cases(_DRAWN_OPS, figures.level(None))
         if heads == _DRAWN_HEADS and (1, "vllm") in pairs
     ]

@@ -3,9 +3,9 @@
 
 Each contender is first checked against the float64 reference; a wrong one is not timed. Then they take turns in every
 round, and medians are shown: of gdn, with the floor as a share of it; of each contender it is held against, with how
-many times as long that takes. The floor is the longer of the state's way through memory and the arithmetic, at the
-limits printed below the table. "cold" states come from memory, "hot" ones from the caches. Activations are bfloat16 and
-states float32 unless the case says otherwise.
+many times as long that took as gdn in the same round. The floor is the longer of the state's way through memory and the
+arithmetic, at the limits printed below the table. "cold" states come from memory, "hot" ones from the caches.
+Activations are bfloat16 and states float32 unless the case says otherwise.
 
 A figure marked ~ is not to be trusted: something else was using the cores. A peer's marked ! is void: it is more than
 15 % above what the peer is known to take on this kind of machine, so that nothing follows from the comparison.
@@ -376,7 +376,7 @@ def _time(row: Row, ours: Row | None = None) -> str:
     if row.timing is None:
         return "[bold red]wrong[/]" if row.error is not None else "[bold red]failed[/]"
     text = "! " * row.void + "~ " * row.unsteady + _us(row.timing.median)
-    return text if ours is None or ours.timing is None else f"{text} ({row.timing.median / ours.timing.median:.2f}x)"
+    return text if ours is None or ours.timing is None else f"{text} ({row.timing.times_first:.2f}x)"
 
 
 def _us(seconds: float) -> str:

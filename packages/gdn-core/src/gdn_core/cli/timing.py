@@ -63,13 +63,15 @@ class Timed:
 class Timing:
     """Seconds a call over the rounds: the median, and the 10th and 90th percentile.
 
-    `others` is how many cores other processes, or other machines on the same host, used meanwhile.
+    `others` is how many cores other processes, or other machines on the same host, used meanwhile; `times_first` how
+    many times as long a call took as the first contender's in the same round, the median again.
     """
 
     median: float
     low: float
     high: float
     others: float = 0.0
+    times_first: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def time_in_turn(contenders: Sequence[Timed], rounds: int) -> list[Timing]:
     # The kernel counts in ticks: less than a few of them say nothing.
     busy = _busy_elsewhere() - busy
     others = busy / (perf_counter() - started) if busy > _SURE_BUSY else 0.0
-    return [_summary(seconds, others) for seconds in samples]
+    return [_summary(seconds, samples[0], others) for seconds in samples]
 
 
 class Others:
@@ -150,8 +152,9 @@ def _sample(contender: Timed, plan: _Plan) -> float:
         return (perf_counter() - started) / plan.batch
 
 
-def _summary(seconds: list[float], others: float) -> Timing:
+def _summary(seconds: list[float], of_first: list[float], others: float) -> Timing:
+    ratio = statistics.median(own / first for own, first in zip(seconds, of_first, strict=True))
     if len(seconds) < 2:
-        return Timing(seconds[0], seconds[0], seconds[0], others)
+        return Timing(seconds[0], seconds[0], seconds[0], others, ratio)
     tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-    return Timing(statistics.median(seconds), tenths[0], tenths[-1], others)
+    return Timing(statistics.median(seconds), tenths[0], tenths[-1], others, ratio)
