@@ -12,7 +12,8 @@
 // the same dtype, as in decode, have loops of their own. SiLU that is stored as bfloat16 is computed within 2^-12.6.
 // Bound by arithmetic, that of SiLU: multiply-adds, multiplications and the reciprocal of a value share the ports of
 // one vector a cycle, 9 of them for width 4. Beyond the caches y goes past them, which overlaps with arithmetic as long
-// as that never waits for its own results: where registers allow, three tokens are under way at once.
+// as that never waits for its own results: where registers allow, three tokens are under way at once. A prompt on fewer
+// registers has the sums of a few tokens before the rest of them: kept in memory, taps and windows cost more.
 #include "convolution_state.h"
 #include "kernels.h"
 #include "simd/columns.h"
@@ -338,45 +339,118 @@ GDN_INLINE bool loads_meet_stores(const PackedChannels<T>& at) {
   return distance != 0 && distance <= kNear;
 }
 
+// Of the inputs before those at x, number `index`, of two vectors of channels. Without a history, they lie before x.
+template <int kWidth, class T, class V>
+GDN_INLINE void load_before(const T* x, std::int64_t token_stride, const History* history, std::int64_t local,
+                            int index, V (&input)[2]) {
+  if (history == nullptr) {
+    widen_two(load_two(x + (index - (kWidth - 1)) * token_stride), input);
+  } else {
+    for (int v = 0; v < 2; ++v) input[v] = load(history->input[index] + local + v * kLanes);
+    if constexpr (kSplits<T>) split(input[0], input[1]);
+  }
+}
+
+// Two vectors of channels of a tile: where they lie, and `local`, the first one within the call's block.
+template <class T>
+struct TilePair {
+  const T* x;
+  T* out;
+  std::int64_t x_token_stride;
+  std::int64_t out_token_stride;
+  std::int64_t local;
+  bool more_tiles;
+};
+
+template <bool kStreams, class T>
+GDN_INLINE void prefetch_token(const TilePair<T>& at, std::int64_t token) {
+  if (!at.more_tiles) return;
+  __builtin_prefetch(at.x + token * at.x_token_stride, 0, 2);
+  if constexpr (!kStreams) __builtin_prefetch(at.out + token * at.out_token_stride, 1, 2);
+}
+
+template <int kWidth, bool kSilu, bool kStreams, class T, class Count>
+GDN_INLINE void convolve_pair(const TilePair<T>& at, const Filter& filter, const History* history, Count count,
+                              Pipeline<T>& line) {
+  Vec tap[kWidth][2], window[kWidth][2];
+  for (int j = 0; j < kWidth; ++j) {
+    for (int v = 0; v < 2; ++v) tap[j][v] = load(filter.tap[j] + at.local + v * kLanes);
+  }
+  for (int j = 0; j < kWidth - 1; ++j) {
+    load_before<kWidth>(at.x, at.x_token_stride, history, at.local, j, window[j]);
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    widen_two(load_two(at.x + i * at.x_token_stride), window[kWidth - 1]);
+    prefetch_token<kStreams>(at, i + count);
+    Vec y[2];
+    for (int v = 0; v < 2; ++v) y[v] = load(filter.bias + at.local + v * kLanes);
+    for (int j = 0; j < kWidth; ++j) {
+      for (int v = 0; v < 2; ++v) y[v] = fma(window[j][v], tap[j][v], y[v]);
+    }
+    for (int j = 0; j < kWidth - 1; ++j) {
+      for (int v = 0; v < 2; ++v) window[j][v] = window[j + 1][v];
+    }
+    push_sums<kSilu, kStreams>(line, y, at.out + i * at.out_token_stride);
+  }
+}
+
+// The sums of a tile in one of its two vectors.
+template <int kVector, int kWidth, class T, class Count>
+GDN_INLINE void sum_vector(const TilePair<T>& at, const Filter& filter, const History* history, Count count,
+                           Vec (*sums)[2]) {
+  const std::int64_t c = at.local + kVector * kLanes;
+  Vec tap[kWidth], window[kWidth], input[2];
+  for (int j = 0; j < kWidth; ++j) tap[j] = load(filter.tap[j] + c);
+  for (int j = 0; j < kWidth - 1; ++j) {
+    load_before<kWidth>(at.x, at.x_token_stride, history, at.local, j, input);
+    window[j] = input[kVector];
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    widen_two(load_two(at.x + i * at.x_token_stride), input);
+    window[kWidth - 1] = input[kVector];
+    Vec y = load(filter.bias + c);
+    for (int j = 0; j < kWidth; ++j) y = fma(window[j], tap[j], y);
+    for (int j = 0; j < kWidth - 1; ++j) window[j] = window[j + 1];
+    sums[i][kVector] = y;
+  }
+}
+
+// The same where taps and windows of two vectors and what is under way would not find room in the registers: all sums
+// of a tile first, a vector after the other.
+template <int kWidth, bool kSilu, bool kStreams, class T, class Count>
+GDN_INLINE void convolve_pair_in_turn(const TilePair<T>& at, const Filter& filter, const History* history,
+                                      Count count) {
+  Vec sums[kTokensPerTile][2];
+  for (std::int64_t i = 0; i < count; ++i) prefetch_token<kStreams>(at, i + count);
+  sum_vector<0, kWidth>(at, filter, history, count, sums);
+  sum_vector<1, kWidth>(at, filter, history, count, sums);
+  for (std::int64_t i = 0; i < count; ++i) {
+    activate<kSilu, T>(sums[i]);
+    store_out_pair<kSilu, kStreams>(at.out + i * at.out_token_stride, sums[i]);
+  }
+}
+
 // Tokens [begin, end), a few of all channels after a few. y is not x.
 template <int kWidth, bool kSilu, bool kStreams, class T>
 __attribute__((noinline)) void convolve_tiles(const PackedChannels<T>& at, const Filter& filter, const History* history,
                                               std::int64_t begin, std::int64_t end, std::int64_t channel_begin,
                                               std::int64_t channel_end) {
   constexpr std::int64_t kStep = 2 * kLanes;
+  constexpr bool kHasRoom = kRegisters >= 32;
   alignas(kCacheLine) T nowhere[kStep];
   Pipeline<T> line = empty_pipeline(nowhere);
-  const auto convolve_pair = [&](auto count, std::int64_t t, std::int64_t channel) __attribute__((always_inline)) {
-    const std::int64_t local = channel - channel_begin;
-    const T* const x = at.x + t * at.x_token_stride + channel;
-    T* const out = at.out + t * at.out_token_stride + channel;
-    Vec tap[kWidth][2], window[kWidth][2];
-    for (int j = 0; j < kWidth; ++j) {
-      for (int v = 0; v < 2; ++v) tap[j][v] = load(filter.tap[j] + local + v * kLanes);
-    }
-    for (int j = 0; j < kWidth - 1; ++j) {
-      if (t != begin || history == nullptr) {
-        widen_two(load_two(x + (j - (kWidth - 1)) * at.x_token_stride), window[j]);
-      } else {
-        for (int v = 0; v < 2; ++v) window[j][v] = load(history->input[j] + local + v * kLanes);
-        if constexpr (kSplits<T>) split(window[j][0], window[j][1]);
-      }
-    }
-    for (std::int64_t i = 0; i < count; ++i) {
-      widen_two(load_two(x + i * at.x_token_stride), window[kWidth - 1]);
-      if (t + count < end) {
-        __builtin_prefetch(x + (i + count) * at.x_token_stride, 0, 2);
-        if constexpr (!kStreams) __builtin_prefetch(out + (i + count) * at.out_token_stride, 1, 2);
-      }
-      Vec y[2];
-      for (int v = 0; v < 2; ++v) y[v] = load(filter.bias + local + v * kLanes);
-      for (int j = 0; j < kWidth; ++j) {
-        for (int v = 0; v < 2; ++v) y[v] = fma(window[j][v], tap[j][v], y[v]);
-      }
-      for (int j = 0; j < kWidth - 1; ++j) {
-        for (int v = 0; v < 2; ++v) window[j][v] = window[j + 1][v];
-      }
-      push_sums<kSilu, kStreams>(line, y, out + i * at.out_token_stride);
+  const auto convolve = [&](auto count, std::int64_t t, std::int64_t channel) __attribute__((always_inline)) {
+    const TilePair<T> pair{at.x + t * at.x_token_stride + channel,
+                           at.out + t * at.out_token_stride + channel,
+                           at.x_token_stride,
+                           at.out_token_stride,
+                           channel - channel_begin,
+                           t + count < end};
+    const History* const before = t == begin ? history : nullptr;
+    if constexpr (kHasRoom) {
+      convolve_pair<kWidth, kSilu, kStreams>(pair, filter, before, count, line);
+    } else {
+      convolve_pair_in_turn<kWidth, kSilu, kStreams>(pair, filter, before, count);
     }
   };
   const std::int64_t num_pairs = (channel_end - channel_begin) / kStep;
@@ -387,13 +461,13 @@ __attribute__((noinline)) void convolve_tiles(const PackedChannels<T>& at, const
     std::int64_t channel = first;
     if (end - t >= kTokensPerTile) {
       for (std::int64_t left = num_pairs; left > 0; --left, channel += step) {
-        convolve_pair(std::integral_constant<std::int64_t, kTokensPerTile>{}, t, channel);
+        convolve(std::integral_constant<std::int64_t, kTokensPerTile>{}, t, channel);
       }
     } else {
-      for (std::int64_t left = num_pairs; left > 0; --left, channel += step) convolve_pair(end - t, t, channel);
+      for (std::int64_t left = num_pairs; left > 0; --left, channel += step) convolve(end - t, t, channel);
     }
   }
-  finish_sums<kSilu, kStreams>(line, nowhere);
+  if constexpr (kHasRoom) finish_sums<kSilu, kStreams>(line, nowhere);
   if constexpr (kStreams) stream_fence();
   for (std::int64_t channel = channel_end - (channel_end - channel_begin) % kStep; channel < channel_end;
        channel += kLanes) {
@@ -846,8 +920,12 @@ __attribute__((noinline)) void step_tokens_deep(const ConvolutionParams& p, cons
   for (std::int64_t i = 0; i < num_rows; ++i) {
     const ConvolutionRow& row = *pieces[i].row;
     RowPointers<T> at = row_pointers(p, row, x, out, channel_begin);
-    // The next row lies somewhere else in the pool: the processor would see it coming only when it is read.
-    const RowPointers<T> next = row_pointers(p, *pieces[min_of(i + 1, num_rows - 1)].row, x, out, channel_begin);
+    // The next row lies somewhere else in the pool: the processor would see it coming only when it is read. After the
+    // last one come the next channels of the first one.
+    const bool is_last = i + 1 == num_rows;
+    const ConvolutionRow& next_row = *pieces[is_last ? 0 : i + 1].row;
+    const std::int64_t next_channel = is_last && channel_end < p.num_channels ? channel_end : channel_begin;
+    const RowPointers<T> next = row_pointers(p, next_row, x, out, next_channel);
     const std::int64_t next_x = next.x - at.x, next_out = next.out - at.out, next_history = next.history - at.history;
     const std::int64_t moved_by = at.columns - at.history;
     for (std::int64_t c = 0; c < whole; c += kStep) {
