@@ -788,9 +788,9 @@ GDN_INLINE Taps<kWidth, kVectors> taps_at(const Filter& filter, std::int64_t loc
   return taps;
 }
 
-// One token. All is read before anything is written: columns are often a multiple of 4 KiB apart, and a load from such
-// a distance waits for the store.
-template <int kWidth, bool kSilu, int kVectors, class T>
+// One token, with kSplit of two vectors that are split like the taps. All is read before anything is written: columns
+// are often a multiple of 4 KiB apart, and a load from such a distance waits for the store.
+template <int kWidth, bool kSilu, bool kSplit, int kVectors, class T>
 GDN_INLINE void step_token(const Step<kWidth, T>& step, const Taps<kWidth, kVectors>& taps, std::int64_t channel,
                            std::int64_t n) {
   Vec y[kVectors];
@@ -798,7 +798,11 @@ GDN_INLINE void step_token(const Step<kWidth, T>& step, const Taps<kWidth, kVect
   for (int j = 0; j < kWidth; ++j) {
     const T* input = (j < kWidth - 1 ? step.history[j] : step.x) + channel;
     Vec x[kVectors];
-    load_vectors(input, x, n);
+    if constexpr (kSplit) {
+      load_ordered(input, x, n);
+    } else {
+      load_vectors(input, x, n);
+    }
     for (int v = 0; v < kVectors; ++v) y[v] = fma(x[v], taps.tap[j][v], y[v]);
   }
   const std::size_t bytes = static_cast<std::size_t>(min_of(n, kVectors * kLanes)) * sizeof(T);
@@ -808,7 +812,11 @@ GDN_INLINE void step_token(const Step<kWidth, T>& step, const Taps<kWidth, kVect
   }
   activate<kSilu, T>(y);
   for (int j = 0; j < kWidth - 1; ++j) std::memcpy(step.columns + j * step.column_stride + channel, moved[j], bytes);
-  store_step<kSilu>(step.out + channel, y, n);
+  if constexpr (kSplit) {
+    store_out_pair<kSilu, false>(step.out + channel, y);
+  } else {
+    store_step<kSilu>(step.out + channel, y, n);
+  }
 }
 
 // Several tokens, the same way. Two vectors are in the order of the filter, and leave through `line` where it is used.
@@ -882,7 +890,7 @@ template <StepKind kKind, int kWidth, bool kSilu, int kVectors, class T>
 GDN_INLINE void step_vectors(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel,
                              std::int64_t local, std::int64_t n, Pipeline<T>& line) {
   if constexpr (kKind == StepKind::kToken) {
-    step_token<kWidth, kSilu>(step, taps_at<kWidth, kVectors>(filter, local), channel, n);
+    step_token<kWidth, kSilu, false>(step, taps_at<kWidth, kVectors>(filter, local), channel, n);
   } else if constexpr (kKind == StepKind::kTokens) {
     step_tokens<kWidth, kSilu, kVectors>(step, filter, channel, local, n, line);
   } else {
@@ -952,7 +960,7 @@ __attribute__((noinline)) void step_tokens_deep(const ConvolutionParams& p, cons
     const Step<kWidth, T> step = step_of<kWidth>(p, row, x, out);
     for (std::int64_t c = whole; c < channel_end - channel_begin; c += kLanes) {
       const std::int64_t channel = channel_begin + c;
-      step_token<kWidth, kSilu>(step, taps_at<kWidth, 1>(filter, c), channel, channel_end - channel);
+      step_token<kWidth, kSilu, false>(step, taps_at<kWidth, 1>(filter, c), channel, channel_end - channel);
     }
   }
   finish_sums<kSilu>(line, nowhere);
@@ -1095,18 +1103,36 @@ GDN_INLINE void load_taps(const T* weight, Vec scale, Vec (&tap)[kWidth]) {
   }
 }
 
-template <int kWidth, class V = Vec, class T>
+// Whether there is a way to load taps split that costs no more than to load them in a row.
+template <int kWidth, class T>
+constexpr bool kSplitsTaps = requires(const T* from, Vec (&x)[kWidth]) { load_interleaved_split(from, x, x); };
+
+// The same of two vectors, split or not.
+template <int kWidth, bool kSplit, class V, class T>
+GDN_INLINE void load_tap_pairs(const T* weight, Vec scale, V (&tap)[kWidth][2]) {
+  V first[kWidth], second[kWidth];
+  if constexpr (kSplit && kSplitsTaps<kWidth, T>) {
+    load_interleaved_split(weight, first, second);
+    for (int j = 0; j < kWidth; ++j) first[j] = mul(first[j], scale), second[j] = mul(second[j], scale);
+  } else {
+    load_taps<kWidth>(weight, scale, first);
+    load_taps<kWidth>(weight + kLanes * kWidth, scale, second);
+    if constexpr (kSplit) {
+      for (int j = 0; j < kWidth; ++j) split(first[j], second[j]);
+    }
+  }
+  for (int j = 0; j < kWidth; ++j) tap[j][0] = first[j], tap[j][1] = second[j];
+}
+
+template <int kWidth, class T>
 GDN_INLINE std::int64_t load_interleaved_taps(const T* weight, Vec scale, std::int64_t n, Filter& filter) {
   std::int64_t c = 0;
   if constexpr (kSplits<BFloat16>) {
     for (; filter.is_split && c + 2 * kLanes <= n; c += 2 * kLanes) {
-      V even[kWidth], odd[kWidth];
-      load_taps<kWidth>(weight + c * kWidth, scale, even);
-      load_taps<kWidth>(weight + (c + kLanes) * kWidth, scale, odd);
+      Vec tap[kWidth][2];
+      load_tap_pairs<kWidth, true>(weight + c * kWidth, scale, tap);
       for (int j = 0; j < kWidth; ++j) {
-        split(even[j], odd[j]);
-        store(filter.tap[j] + c, even[j]);
-        store(filter.tap[j] + c + kLanes, odd[j]);
+        for (int v = 0; v < 2; ++v) store(filter.tap[j] + c + v * kLanes, tap[j][v]);
       }
     }
   }
@@ -1160,22 +1186,26 @@ void load_filter(const ConvolutionParams& p, std::int64_t channel, std::int64_t 
 template <int kWidth, bool kSilu, class T>
 __attribute__((noinline)) std::int64_t step_one_row(const ConvolutionParams& p, const ConvolutionRow& row, const T* x,
                                                     T* out, std::int64_t channel, std::int64_t channel_end) {
-  constexpr int kVectors = 2;
-  constexpr std::int64_t kStep = kVectors * kLanes;
+  constexpr std::int64_t kStep = 2 * kLanes;
   const Vec scale = filter_scale(p);
   const T* const weight = static_cast<const T*>(p.weight);
   const T* const bias = static_cast<const T*>(p.bias.data);
   const Step<kWidth, T> step = step_of<kWidth>(p, row, x, out);
   for (; channel + kStep <= channel_end; channel += kStep) {
-    Taps<kWidth, kVectors> taps;
-    for (int v = 0; v < kVectors; ++v) {
-      const std::int64_t c = channel + v * kLanes;
-      Vec tap[kWidth];
-      load_taps<kWidth>(weight + c * kWidth, scale, tap);
-      for (int j = 0; j < kWidth; ++j) taps.tap[j][v] = tap[j];
-      taps.bias[v] = bias != nullptr ? mul(canonical_nan(load(bias + c)), scale) : zero();
+    constexpr bool kSplit = kSplitsTaps<kWidth, T>;
+    Taps<kWidth, 2> taps;
+    load_tap_pairs<kWidth, kSplit>(weight + channel * kWidth, scale, taps.tap);
+    if (bias != nullptr) {
+      if constexpr (kSplit) {
+        load_ordered(bias + channel, taps.bias, kStep);
+      } else {
+        load_vectors(bias + channel, taps.bias, kStep);
+      }
+      for (int v = 0; v < 2; ++v) taps.bias[v] = mul(canonical_nan(taps.bias[v]), scale);
+    } else {
+      for (int v = 0; v < 2; ++v) taps.bias[v] = zero();
     }
-    step_token<kWidth, kSilu>(step, taps, channel, kStep);
+    step_token<kWidth, kSilu, kSplit>(step, taps, channel, kStep);
   }
   return channel;
 }

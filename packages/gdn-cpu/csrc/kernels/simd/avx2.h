@@ -108,6 +108,21 @@ GDN_INLINE void widen_split(__m256i words, Vec& even, Vec& odd) {
 GDN_INLINE void load_split(const BFloat16* p, Vec& even, Vec& odd) {
   widen_split(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), even, odd);
 }
+// Of 2 kLanes channels with four words side by side, word j of those at even places and of those at odd ones.
+GDN_INLINE void load_interleaved_split(const BFloat16* p, Vec (&even)[4], Vec (&odd)[4]) {
+  __m256i words[4];  // two channels, and the two that are eight later
+  for (int i = 0; i < 4; ++i) {
+    const auto* first = reinterpret_cast<const __m128i*>(p + i * 8);
+    words[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(first)), _mm_loadu_si128(first + 4), 1);
+  }
+  const auto widen_words = [](__m256i a, __m256i b, Vec(&x)[4]) {
+    const __m256 low = _mm256_castsi256_ps(a), high = _mm256_castsi256_ps(b);
+    widen_split(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88)), x[0], x[1]);
+    widen_split(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd)), x[2], x[3]);
+  };
+  widen_words(_mm256_unpacklo_epi64(words[0], words[1]), _mm256_unpacklo_epi64(words[2], words[3]), even);
+  widen_words(_mm256_unpackhi_epi64(words[0], words[1]), _mm256_unpackhi_epi64(words[2], words[3]), odd);
+}
 GDN_INLINE __m256i narrow_split(Vec even, Vec odd) {
   return _mm256_or_si256(bfloat16_bits(even), _mm256_slli_epi32(bfloat16_bits(odd), 16));
 }
