@@ -118,7 +118,8 @@ struct ChunkCall {
             .work = {},
             .row = chunk_tokens(params, task.next->sequence),
             .keys = keys,
-            .columns = task.next->v_end - task.next->v_begin};
+            .columns = task.next->v_end - task.next->v_begin,
+            .tokens_end = task.next->token_end};
   }
 
   // What is moved next: in the first chunk the state of the head after this one, in the last one this head's own, and
