@@ -55,7 +55,7 @@ void run_in_parts(const RecurrenceParams& params, const ChunkTask& whole, bool l
   const ChunkSteps& steps = GDN_ISA::kChunkSteps<Engine>;
   const std::int64_t columns = whole.v_end - whole.v_begin, group = params.num_value_heads / params.num_key_heads;
   const Memory workspace(GDN_ISA::chunk_workspace<Engine>(params.key_dim, columns, 1));
-  const Memory other(GDN_ISA::chunk_workspace<Engine>(params.key_dim, 0, 0));
+  const Memory other(GDN_ISA::chunk_workspace<Engine>(params.key_dim, columns, 1));
   const std::int64_t prepared_size = steps.prepared_bytes(params.key_dim, group);
   const Memory prepared[] = {Memory(prepared_size), Memory(prepared_size)};
   const std::int64_t kept_size = steps.kept_bytes(params.key_dim, columns);

@@ -117,7 +117,12 @@ FAULTS = (
         "key_head_of(params, head) != key_head_of(params, head - 1)",
         "false",
     ),
-    Fault("k before a part is multiplied", "chunk_rule.h", "segment.begin == 0 && segment.end == count", "true"),
+    Fault(
+        "k before a part is multiplied",
+        "chunk_rule.h",
+        "if (is_whole_span(segment, count)) return work.key.k_steps + first;",
+        "return work.key.k_steps + first;",
+    ),
     Fault("u before a part is multiplied", "chunk_rule.h", "clear_before(segment);", ""),
     Fault(
         "a reset keeps the state",
@@ -128,7 +133,7 @@ FAULTS = (
     Fault(
         "what resets cut is taken as whole",
         "chunk_rule.h",
-        "segment.end == count_of_step() && !segment.is_reset",
+        "is_whole_span(segment, count_of_step()) && !segment.is_reset",
         "true",
     ),
     Fault(
@@ -142,6 +147,29 @@ FAULTS = (
         "chunk_rule.h",
         "work.states[0].packed = kept.state;",
         "work.states[0].packed = next_kept.state != nullptr ? next_kept.state : kept.state;",
+    ),
+    Fault("outputs of a span from the state before the chunk", "chunk_rule.h", "work.states[0] = computed;", ""),
+    Fault(
+        "u updates a state again without its decays", "rows.h", "mul(load(chunk.u + i), factor)", "load(chunk.u + i)"
+    ),
+    Fault(
+        "a state decays again as in the first span",
+        "chunk_rule.h",
+        "work.chunk.summary->decay[segment.begin / Engine::kSpan]",
+        "1.0f",
+    ),
+    Fault("a span has no state before it", "chunk_rule.h", "is_from_state = true;", ""),
+    Fault(
+        "a span decays as the first one",
+        "chunk_rule.h",
+        "work.chunk.summary->decay[begin / Engine::kSpan]",
+        "work.chunk.summary->decay[0]",
+    ),
+    Fault(
+        "what is not finite before the last span is forgotten",
+        "chunk_rule.h",
+        "of.segment.begin == 0 ? not_finite : blocks | not_finite",
+        "not_finite",
     ),
     Fault(
         "u is kept elsewhere",
@@ -210,10 +238,10 @@ class Checks:
     def run(
         self, arguments: dict[str, Any], columns: int = 1 << 20, turn: int = 0, parts: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs and states, from memory that NaN surrounds."""
+        """Return outputs and states, from memory that NaN surrounds; from and to no state unless `has_states`."""
         q, k, v, g, beta = (arguments[name].contiguous() for name in ("q", "k", "v", "g", "beta"))
         bounds, initial = arguments["cu_seqlens"].long(), arguments["initial_state"]
-        slots = torch.arange(len(initial))
+        slots = torch.arange(len(initial)) if arguments.get("has_states", True) else torch.full((len(initial),), -1)
         out, states = (torch.full((x.numel() + GUARD,), float("nan")) for x in (v, initial))
         states[: initial.numel()] = initial.flatten()
         dims = (len(initial), q.shape[2], v.shape[2], q.shape[3], v.shape[3])
@@ -246,6 +274,8 @@ class Checks:
             for changed, whole in ((arguments, self.run(arguments)), (inputs.delta_rule_arguments(**case), clean)):
                 for columns, parts in ((16, 1), (16, 2), (1 << 20, 2)):
                     assert all(map(same_bits, self.run(changed, columns, 0, parts), whole))
+            stateless = {**arguments, "has_states": False}
+            assert all(map(same_bits, self.run(stateless, 16, 0, 2), self.run(stateless)))
             for reset in (0, 20, 64):
                 cut = {**arguments, "g": arguments["g"].clone()}
                 cut["g"][:, reset, 0] = -float("inf")

@@ -285,7 +285,7 @@ class ChunkedCall {
   void run_output(const Job& job) {
     ChunkStep step = step_of(job);
     step.prepared = prepared(schedule_->group_index(job.index), job.chunk);
-    void* workspace = workspace_memory().at_least(chunk_.workspace_bytes(params_.key_dim, 0, 0));
+    void* workspace = workspace_memory().at_least(workspace_bytes(chunk_, params_.key_dim, plan_.chains[job.index]));
     chunk_.steps->output(params_, step, workspace);
   }
 

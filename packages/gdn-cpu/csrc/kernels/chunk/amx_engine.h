@@ -12,6 +12,7 @@ namespace {
 
 struct AmxEngine : Avx512Bf16Engine {
   static constexpr Sums kSums = Sums::kOfBlocks;
+  static constexpr std::int64_t kSpan = kChunkTokens;
   using Session = TileSession;
 
   template <int kLefts>

@@ -15,6 +15,7 @@ struct ArmBf16Engine {
   using Element = BFloat16;
   static constexpr std::int64_t kStep = 4;
   static constexpr Sums kSums = Sums::kInRegisters;
+  static constexpr std::int64_t kSpan = kChunkTokens;
   static constexpr bool kMultipliesSquares = true;
   struct Session {};
 

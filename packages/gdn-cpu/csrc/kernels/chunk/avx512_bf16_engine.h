@@ -16,6 +16,7 @@ struct Avx512Bf16Engine {
   };
   static constexpr std::int64_t kStep = 2;
   static constexpr Sums kSums = Sums::kInRegisters;
+  static constexpr std::int64_t kSpan = kChunkTokens;
   static constexpr bool kMultipliesSquares = false;
   struct Session {};
 

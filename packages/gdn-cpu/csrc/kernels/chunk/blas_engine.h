@@ -19,6 +19,7 @@ struct BlasEngine {
   using Element = T;
   static constexpr std::int64_t kStep = 1;
   static constexpr Sums kSums = Sums::kOfChunks;
+  static constexpr std::int64_t kSpan = kChunkTokens;
   static constexpr bool kMultipliesSquares = false;
   struct Session {};
 

@@ -16,15 +16,19 @@
 // No sum crosses columns: values do not depend on how these are divided. A chunk is cut where g is -inf, and what is
 // before the cut is not read after it.
 //
+// An engine may have its chunks run in spans of fewer tokens, each from the state that the one before it leaves; the
+// equations then hold for a span. Products of tokens with tokens grow with the span, updates of the state with their
+// number.
+//
 // The same in parts, for threads that share a sequence: prepare() computes all that does not depend on the state for
 // one chunk of a key head and its value heads; step() runs a chunk of some columns of a head from it, whose state stays
 // with the thread; output() computes o of a step from the state before it and u, on any thread. Each does what a call
 // of consecutive chunks does, in the same order within each element.
 //
-// Bound by arithmetic: per head and chunk, K = V = 128, 4.0 million multiply-adds, of them 0.25 in the solve. One core
-// of Zen 4, two value heads a key head, 1024 tokens, us a head and chunk (the arithmetic alone: 37 with bf16, 69 in
-// fp32):
-//   avx512_bf16 44, portable 78 on x86_v4 and 83 on x86_v3. In fp32 that is 88 and 83 % of the peak, everything
+// Bound by arithmetic: per head and chunk, K = V = 128, 4.0 million multiply-adds, of them 0.25 in the solve; 3.6
+// million in spans of 32 tokens. One core of Zen 4, two value heads a key head, 1024 tokens, us a head and chunk (the
+// arithmetic alone: 37 with bf16, 62 in fp32):
+//   avx512_bf16 44, portable 70 on x86_v4 and 74 on x86_v3. In fp32 that is 88 and 84 % of the peak, everything
 //   included. With the products of OpenBLAS 0.3.34, in turn with an earlier 83 and 89: 90 on x86_v4; 118 on x86_v3 with
 //   its kernels for Haswell; and 398 against 335 on baseline with those for Nehalem. It wins nowhere, and so runs only
 //   where it is asked for.
@@ -155,19 +159,25 @@ struct ChunkCall {
 
   // --- one chunk of one head ---
 
-  // k^T of the segment's tokens: others would be multiplied by zero, which they may not survive.
+  static bool is_whole_span(const Segment& segment, std::int64_t count) {
+    return segment.begin == span_begin<Engine>(segment.begin) && segment.end == span_end<Engine>(segment.begin, count);
+  }
+
+  // k^T of the span's tokens, those outside of the segment zero: they would be multiplied by zero, which they may not
+  // survive.
   const typename Engine::Element* k_steps(const Segment& segment, std::int64_t count) const {
-    if (segment.begin == 0 && segment.end == count) return work.key.k_steps;
+    const std::int64_t first = Engine::step_index(span_begin<Engine>(segment.begin), 0, keys);
+    if (is_whole_span(segment, count)) return work.key.k_steps + first;
     auto* steps = work.chunk.k_steps;
     std::memcpy(steps, work.key.k_steps, sizeof(*steps) * static_cast<std::size_t>(kTokens * keys));
     for (std::int64_t token = 0; token < round_up(count, kRowBlock); ++token) {
       if (token >= segment.begin && token < segment.end) continue;
       for (std::int64_t key = 0; key < keys; ++key) steps[Engine::step_index(token, key, keys)] = {};
     }
-    return steps;
+    return steps + first;
   }
 
-  // Steps of the state's update; u of tokens after the segment's last block counts as zero.
+  // Steps of the state's update, from the span's first; u of tokens after the segment's last block counts as zero.
   template <int kVectors>
   std::int64_t update_steps(const Segment& segment, typename Engine::Element* u) const {
     if constexpr (Engine::kSums == Sums::kOfChunks) return round_up(segment.end, kRowBlock);
@@ -176,18 +186,20 @@ struct ChunkCall {
       clear_rows(u + end * kVectors * kLanes, (tokens - end) * kVectors * kLanes);
       return tokens / Engine::kStep;
     }
-    return round_up(segment.end, 4) / Engine::kStep;
+    return (round_up(segment.end, 4) - span_begin<Engine>(segment.begin)) / Engine::kStep;
   }
 
-  // u of the tokens before the segment counts as zero.
+  // u of the span's tokens before the segment counts as zero.
   void clear_before(const Segment& segment) const {
-    if (segment.begin == 0) return;
-    const std::int64_t tokens = round_up(segment.begin, kRowBlock);
+    const std::int64_t span = span_begin<Engine>(segment.begin);
+    if (segment.begin == span) return;
+    const std::int64_t tokens = round_up(segment.begin, kRowBlock) - span;
     for_each_panel(columns, [&](std::int64_t first, auto n) {
-      const std::int64_t count = tokens * decltype(n)::value * kLanes;
-      clear_rows(work.chunk.u + kTokens * first, count);
-      clear_rows(work.chunk.u_packed + kTokens * first, count);
-      clear_rows(work.chunk.u_decayed + kTokens * first, count);
+      constexpr std::int64_t width = decltype(n)::value * kLanes;
+      const std::int64_t index = kTokens * first + span * width, count = tokens * width;
+      clear_rows(work.chunk.u + index, count);
+      clear_rows(work.chunk.u_packed + index, count);
+      clear_rows(work.chunk.u_decayed + index, count);
     });
   }
 
@@ -267,20 +279,35 @@ struct ChunkCall {
       const PanelTask<Engine> panel = panel_task(of, column, next);
       const unsigned not_finite = run_rows<Engine, kVectors>(panel);
       if (of.leaves_outputs) {
-        kept.summary->not_finite[column / kPanelColumns] = static_cast<std::uint8_t>(not_finite);
+        std::uint8_t& blocks = kept.summary->not_finite[column / kPanelColumns];
+        blocks = static_cast<std::uint8_t>(of.segment.begin == 0 ? not_finite : blocks | not_finite);
       }
-      const Update<Engine> update{.keys = keys,
-                                  .has_state = has_state,
-                                  .decay = decay,
-                                  .k_steps = k,
-                                  .u = panel.u_decayed,
-                                  .steps = update_steps<kVectors>(of.segment, panel.u_decayed),
-                                  .sums = work.chunk.sums,
-                                  .blas = work.key.blas};
-      update_panel<Engine, kVectors>(update, panel_of(state, keys, column), panel_of(to, keys, column));
+      update_columns<kVectors>(of.segment, {has_state, decay, k}, column, state, to);
     });
     state = to;
     has_state = true;
+  }
+
+  // What all panels of a head's segment need for the update of its state.
+  struct SegmentUpdate {
+    bool has_state;
+    float decay;
+    const typename Engine::Element* k_steps;
+  };
+
+  template <int kVectors>
+  void update_columns(const Segment& segment, const SegmentUpdate& of, std::int64_t column,
+                      const HeadState<Engine>& from, const HeadState<Engine>& to) const {
+    auto* u = work.chunk.u_decayed + kTokens * column + span_begin<Engine>(segment.begin) * kVectors * kLanes;
+    const Update<Engine> update{.keys = keys,
+                                .has_state = of.has_state,
+                                .decay = of.decay,
+                                .k_steps = of.k_steps,
+                                .u = u,
+                                .steps = update_steps<kVectors>(segment, u),
+                                .sums = work.chunk.sums,
+                                .blas = work.key.blas};
+    update_panel<Engine, kVectors>(update, panel_of(from, keys, column), panel_of(to, keys, column));
   }
 
   void run_segment(std::int64_t head, std::int64_t first, std::int64_t count, const Segment& segment,
@@ -344,12 +371,14 @@ struct ChunkCall {
 
   void prepare_head(std::int64_t head) const {
     load_chunk_gates(params, row, head, task.token_begin, count_of_step(), work.chunk);
-    const Segment segment = next_segment(work.chunk, 0, count_of_step());
     ChunkSummary& summary = *work.chunk.summary;
-    summary.is_whole = segment.end == count_of_step() && !segment.is_reset;
-    if (!summary.is_whole) return;
-    summary.decay = sum_gates(segment, work.key, work.chunk);
-    mix_tokens(segment, work.key, work.chunk);
+    for (std::int64_t begin = 0; begin < count_of_step(); begin += Engine::kSpan) {
+      const Segment segment = next_segment(work.chunk, begin, count_of_step());
+      summary.is_whole = is_whole_span(segment, count_of_step()) && !segment.is_reset;
+      if (!summary.is_whole) return;
+      summary.decay[begin / Engine::kSpan] = sum_gates(segment, work.key, work.chunk);
+      mix_tokens(segment, work.key, work.chunk);
+    }
   }
 
   void prepare(void* memory) {
@@ -387,10 +416,12 @@ struct ChunkCall {
       use_kept_u();
       kept.summary->has_state = work.has_state[0];
     }
-    const Segment segment{0, count_of_step(), false};
     StatesAhead states = prepared_ahead();
-    run_panels({task.head_begin, task.token_begin, count_of_step(), segment, states, leaves_outputs},
-               work.chunk.summary->decay);
+    for (std::int64_t begin = 0; begin < count_of_step(); begin += Engine::kSpan) {
+      const Segment segment{begin, span_end<Engine>(begin, count_of_step()), false};
+      run_panels({task.head_begin, task.token_begin, count_of_step(), segment, states, leaves_outputs},
+                 work.chunk.summary->decay[begin / Engine::kSpan]);
+    }
     return leaves_outputs;
   }
 
@@ -406,14 +437,38 @@ struct ChunkCall {
     return false;
   }
 
+  // The states between spans are computed again, in the workspace: to keep them would take too much memory.
   void output_step(void* operands) {
-    HeadState<Engine> state{};
-    work.states = &state;
-    work.has_state = &kept.summary->has_state;
+    [[maybe_unused]] const HeadState<Engine> computed = work.states[0];
+    bool is_from_state = kept.summary->has_state;
+    work.has_state = &is_from_state;
     use_prepared(operands, task.head_begin);
     use_kept();
     use_kept_u();
-    const Segment segment{0, count_of_step(), false};
+    for (std::int64_t begin = 0; begin < count_of_step(); begin += Engine::kSpan) {
+      const Segment segment{begin, span_end<Engine>(begin, count_of_step()), false};
+      output_segment(segment);
+      if constexpr (Engine::kSpan < kTokens) {
+        if (segment.end == count_of_step()) return;
+        update_again(segment, computed);
+        work.states[0] = computed;
+        is_from_state = true;
+      }
+    }
+  }
+
+  // The state after a whole span, from the u that is kept.
+  void update_again(const Segment& segment, const HeadState<Engine>& to) const {
+    const float decay = work.chunk.summary->decay[segment.begin / Engine::kSpan];
+    const SegmentUpdate update{*work.has_state, decay, k_steps(segment, count_of_step())};
+    for_each_panel(columns, [&](std::int64_t column, auto n) {
+      constexpr int kVectors = decltype(n)::value;
+      decay_rows<kVectors>(segment, work.chunk, kTokens * column);
+      update_columns<kVectors>(segment, update, column, work.states[0], to);
+    });
+  }
+
+  void output_segment(const Segment& segment) const {
     StatesAhead states{};
     const NextRows next{};
     const SegmentTask of{task.head_begin, task.token_begin, count_of_step(), segment, states, false};
@@ -488,42 +543,47 @@ void prepare_chunk(const RecurrenceParams& params, const ChunkTask& task, void* 
   call.prepare(prepared);
 }
 
-// `heads`: whose states are in the workspace, one or none.
 template <class Engine>
-ChunkCall<Engine> step_call(const RecurrenceParams& params, const ChunkStep& step, std::int64_t heads,
-                            void* workspace) {
-  ChunkCall<Engine> call = chunk_call<Engine>(params, step.task, heads, workspace);
+ChunkCall<Engine> step_call(const RecurrenceParams& params, const ChunkStep& step, void* workspace) {
+  ChunkCall<Engine> call = chunk_call<Engine>(params, step.task, 1, workspace);
   call.tokens_end = step.tokens_end;
   call.is_prepared = step.prepared != nullptr;
   call.next_prepared = step.next_prepared;
   if (step.kept != nullptr) arrange_kept(step.kept, params.key_dim, call.columns, call.kept);
   if (step.next_kept != nullptr) arrange_kept(step.next_kept, params.key_dim, call.columns, call.next_kept);
-  if (step.kept != nullptr && heads > 0) call.use_kept();
+  return call;
+}
+
+// With the state of the chain.
+template <class Engine>
+ChunkCall<Engine> chain_call(const RecurrenceParams& params, const ChunkStep& step, void* workspace) {
+  ChunkCall<Engine> call = step_call<Engine>(params, step, workspace);
+  if (step.kept != nullptr) call.use_kept();
   return call;
 }
 
 template <class Engine>
 void begin_steps(const RecurrenceParams& params, const ChunkStep& step, void* workspace) {
-  step_call<Engine>(params, step, 1, workspace).load_head(step.task.head_begin);
+  chain_call<Engine>(params, step, workspace).load_head(step.task.head_begin);
 }
 
 template <class Engine>
 bool run_step(const RecurrenceParams& params, const ChunkStep& step, void* workspace) {
-  ChunkCall<Engine> call = step_call<Engine>(params, step, 1, workspace);
+  ChunkCall<Engine> call = chain_call<Engine>(params, step, workspace);
   [[maybe_unused]] const typename Engine::Session session;
   return call.run_step(step.prepared);
 }
 
 template <class Engine>
 void output_step(const RecurrenceParams& params, const ChunkStep& step, void* workspace) {
-  ChunkCall<Engine> call = step_call<Engine>(params, step, 0, workspace);
+  ChunkCall<Engine> call = step_call<Engine>(params, step, workspace);
   [[maybe_unused]] const typename Engine::Session session;
   call.output_step(step.prepared);
 }
 
 template <class Engine>
 void end_steps(const RecurrenceParams& params, const ChunkStep& step, void* workspace) {
-  step_call<Engine>(params, step, 1, workspace).store_head(step.task.head_begin);
+  chain_call<Engine>(params, step, workspace).store_head(step.task.head_begin);
 }
 
 template <class Engine>

@@ -35,8 +35,9 @@ void load_chunk_gates(const RecurrenceParams& p, const TokenRow& row, std::int64
 template <class Engine>
 Segment next_segment(const ChunkOperands<Engine>& chunk, std::int64_t begin, std::int64_t count) {
   const auto is_reset = [&](std::int64_t i) { return chunk.log_decay[i] == -__builtin_inff(); };
+  const std::int64_t last_end = span_end<Engine>(begin, count);
   std::int64_t end = begin + 1;
-  while (end < count && !is_reset(end)) ++end;
+  while (end < last_end && !is_reset(end)) ++end;
   return {begin, end, is_reset(begin)};
 }
 
@@ -130,7 +131,7 @@ void mix_tokens(const Segment& segment, const KeyOperands<Engine>& key, const Ch
     const MixedRow<Engine> mixed{key, chunk, i * kTokens, set1(-chunk.beta[i] * key.k_factor[i]),
                                  set1(key.q_factor[i])};
     const std::int64_t diagonal = i / kRowBlock * kRowBlock;
-    for (std::int64_t j = 0; j < diagonal; j += kLanes) {
+    for (std::int64_t j = span_begin<Engine>(segment.begin); j < diagonal; j += kLanes) {
       const std::int64_t block = j / kRowBlock;
       if (block * kRowBlock + kRowBlock <= segment.begin) {
         mixed.store_tokens(j, zero(), [](Vec) { return zero(); });

@@ -95,21 +95,22 @@ GDN_INLINE void pack_tokens(const typename Engine::Element* from, std::int64_t p
   }
 }
 
-// Tokens [first, end) of the right operand [rows, tokens] of k.
+// Tokens [first, end) of a span of the right operand [rows, tokens] of k. Each span replaces the one before it.
 template <class Engine>
 void pack_columns(const typename Engine::Element* k, std::int64_t first, std::int64_t end, std::int64_t padded,
                   typename Engine::Element* columns) {
   for (std::int64_t token = first; token < end; token += kLanes) {
-    typename Engine::Element* panel = columns + token / kPanelColumns * kPanelColumns * padded;
-    pack_tokens<Engine>(k + token * padded, padded, panel + token % kPanelColumns * Engine::kStep);
+    const std::int64_t column = token % Engine::kSpan;
+    typename Engine::Element* panel = columns + column / kPanelColumns * kPanelColumns * padded;
+    pack_tokens<Engine>(k + token * padded, padded, panel + column % kPanelColumns * Engine::kStep);
   }
 }
 
-// Rows [first, first + kRows) of left right, the columns up to the vector of their diagonal.
+// Rows [first, first + kRows) of left right, the columns of their span up to the vector of their diagonal.
 template <class Engine, std::int64_t kRows>
 void multiply_lower(const typename Engine::Element* left, const typename Engine::Element* columns, std::int64_t first,
                     std::int64_t padded, float* product) {
-  const std::int64_t vectors = (first + kRows + kLanes - 1) / kLanes;
+  const std::int64_t span = span_begin<Engine>(first), vectors = (first - span + kRows + kLanes - 1) / kLanes;
   for (std::int64_t v = 0; v < vectors; v += kTileVectors) {
     const Right<Engine> right{columns + v * kLanes * padded, kPanelColumns * Engine::kStep};
     with_vectors(min_of(kTileVectors, vectors - v), [&](auto n) {
@@ -123,7 +124,7 @@ void multiply_lower(const typename Engine::Element* left, const typename Engine:
 #pragma GCC unroll 16
         for (int r = 0; r < kOfTile; ++r) {
 #pragma GCC unroll 4
-          for (int j = 0; j < kVectors; ++j) store(product + (row + r) * kTokens + (v + j) * kLanes, sums[r][j]);
+          for (int j = 0; j < kVectors; ++j) store(product + (row + r) * kTokens + span + (v + j) * kLanes, sums[r][j]);
         }
       }
     });

@@ -3,8 +3,8 @@
 // The rows of a chunk, for one panel of columns, block by block from the first on:
 //   u_i = beta_i (v_i - exp(G_i) k_i M) + sum_{j < i} mixing_ij u_j,   o_i = scale (exp(G_i) q_i M + sum_{j <= i}
 //   attention_ij u_j)
-// with the state M from before the chunk. The sum over j is a forward substitution in fp32: tiles of earlier rows as a
-// product, the rows of the tile itself in registers.
+// with the state M from before the span, in which the sums over j stay too. That of u is a forward substitution in
+// fp32: tiles of earlier rows as a product, the rows of the tile itself in registers.
 #pragma once
 
 #include "decays.h"
@@ -217,6 +217,18 @@ GDN_INLINE void store_delta(const PanelTask<Engine>& task, std::int64_t row, Vec
   }
 }
 
+// The decayed form of a segment's u again, of a panel from `first` on; where u is fp32.
+template <int kVectors, class Engine>
+void decay_rows(const Segment& segment, const ChunkOperands<Engine>& chunk, std::int64_t first) {
+  constexpr std::int64_t width = kVectors * kLanes;
+  for (std::int64_t row = segment.begin; row < segment.end; ++row) {
+    const Vec factor = set1(chunk.end_factor[row]);
+    for (std::int64_t i = first + row * width; i < first + (row + 1) * width; i += kLanes) {
+      store(chunk.u_decayed + i, mul(load(chunk.u + i), factor));
+    }
+  }
+}
+
 // Asks for rows [row, row + kRows) of the next chunk.
 template <int kRows>
 GDN_INLINE void prefetch_rows(const NextRows& next, std::int64_t row) {
@@ -236,7 +248,9 @@ GDN_INLINE void delta_tile(const PanelTask<Engine>& task, std::int64_t row, Vec&
   multiply_state(task, task.key.k, row, x);
   start_rows(task, row, x);
   const float* mixing = task.chunk.mixing + row * kTokens;
-  accumulate<Fp32Engine>(x, Left<Fp32Engine>{mixing, kTokens, 1}, Right<Fp32Engine>{task.u, kVectors * kLanes}, row);
+  const std::int64_t span = span_begin<Engine>(row);
+  accumulate<Fp32Engine>(x, Left<Fp32Engine>{mixing + span, kTokens, 1},
+                         Right<Fp32Engine>{task.u + span * kVectors * kLanes, kVectors * kLanes}, row - span);
   substitute(mixing + row, x);
   if (!task.holds(row, kRows)) zero_outside(task.segment, row, x);
   store_delta(task, row, x, check);
@@ -283,8 +297,10 @@ GDN_INLINE void output_tile(const PanelTask<Engine>& task, std::int64_t row, std
       for (int j = 0; j < kVectors; ++j) x[r][j] = add(x[r][j], attended[r][j]);
     }
   } else {
-    accumulate<Engine>(x, Left<Engine>{task.chunk.attention + row * kTokens, kTokens, Engine::kStep},
-                       Right<Engine>{task.u_packed, kVectors * kLanes * Engine::kStep}, (row + kRows) / Engine::kStep);
+    const std::int64_t span = span_begin<Engine>(row);
+    accumulate<Engine>(x, Left<Engine>{task.chunk.attention + row * kTokens + span, kTokens, Engine::kStep},
+                       Right<Engine>{task.u_packed + span * kVectors * kLanes, kVectors * kLanes * Engine::kStep},
+                       (row + kRows - span) / Engine::kStep);
   }
   const MutableOperand& out = task.params.out;
   const Vec scale = set1(task.params.scale);

@@ -12,6 +12,16 @@ namespace {
 
 constexpr std::int64_t kTokens = kChunkTokens;
 
+// Where the span of a token begins and ends.
+template <class Engine>
+constexpr std::int64_t span_begin(std::int64_t token) {
+  return token / Engine::kSpan * Engine::kSpan;
+}
+template <class Engine>
+constexpr std::int64_t span_end(std::int64_t token, std::int64_t count) {
+  return min_of(span_begin<Engine>(token) + Engine::kSpan, count);
+}
+
 // Hands out parts of a block of memory; with a null block it only counts.
 class Arena {
  public:
@@ -55,8 +65,8 @@ struct KeyOperands {
 
 // What is known of a chunk before its state.
 struct ChunkSummary {
-  bool is_whole;  // no reset cuts it
-  float decay;    // from its first token to its last, where it is whole
+  bool is_whole;                     // no reset cuts it
+  float decay[kTokens / kRowBlock];  // of each span from its first token to its last, where the chunk is whole
 };
 
 // What one value head needs of a chunk.
