@@ -55,13 +55,13 @@ void load_rows(const Operand& x, const TokenRow& row, std::int64_t first, std::i
 template <class Engine>
 void inverse_norms(const typename Engine::Element* rows, std::int64_t count, std::int64_t padded, float* factors) {
   for (std::int64_t i = 0; i < count; i += kLanes) {
+    const typename Engine::Element* row = rows + i * padded;
     Vec sums[kLanes];
-    for (std::int64_t r = 0; r < kLanes; ++r) {
-      sums[r] = zero();
-      const typename Engine::Element* row = rows + (i + r) * padded;
-      for (std::int64_t c = 0; c < padded; c += kLanes * Engine::kStep) {
-        sums[r] = Engine::add_squares(row + c, sums[r]);
-      }
+#pragma GCC unroll 16
+    for (std::int64_t r = 0; r < kLanes; ++r) sums[r] = zero();
+    for (std::int64_t c = 0; c < padded; c += kLanes * Engine::kStep) {
+#pragma GCC unroll 16
+      for (std::int64_t r = 0; r < kLanes; ++r) sums[r] = Engine::add_squares(row + r * padded + c, sums[r]);
     }
     store(factors + i, div(set1(1.0f), square_root(add(sum_lanes(sums), set1(kNormEpsilon)))));
   }
