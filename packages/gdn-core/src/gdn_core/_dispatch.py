@@ -39,11 +39,13 @@ _written: dict[str, list[int]] = {}  # op name -> positions of the arguments tha
 reference_kernels: dict[str, Kernel] = {}
 
 _is_compiling = torch.compiler.is_compiling
+_is_dynamo = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
+_any_requires_grad = torch._C._any_requires_grad
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
 _inference_mode = torch.is_inference_mode_enabled
-_tracing_state = torch._C._get_tracing_state
+_is_tracing = torch._C._is_tracing
 
 
 def _version_counter() -> Callable[[list[torch.Tensor]], None]:
@@ -183,38 +185,68 @@ def _mark_written(op: str, flat: Sequence[Any]) -> None:
         positions = _written[op] = [
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
-    _increment_version([flat[i] for i in positions if flat[i] is not None])
+    tensors = []
+    for i in positions:  # a comprehension would be a function of its own
+        if flat[i] is not None:
+            tensors.append(flat[i])
+    _increment_version(tensors)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
 def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
-    """Run ``op`` over the arguments of ``torch.ops.gdn.<op>``; ``like`` is one of them, and tells the device."""
-    if _is_compiling():
-        getattr(torch.ops.gdn, op).default(*flat)
+    """Run ``op``, of which no gradient is required, over the arguments of ``torch.ops.gdn.<op>``; ``like`` is one."""
+    if not run_eager(op, (like,), flat):
+        run_watched(op, flat)
+
+
+def run_update(op: str, inputs: tuple[object, ...], flat: tuple[Any, ...], *, writes: str) -> None:
+    """Run ``op``, which updates ``writes`` in place and so has no gradient; arguments as in :func:`wants_gradient`."""
+    if run_eager(op, inputs, flat):
         return
-    if _recorders and _explaining.get():
+    if _grad_enabled():
+        wants_gradient(op, inputs, flat, writes=writes)
+    run_watched(op, flat)
+
+
+def run_eager(op: str, inputs: tuple[object, ...], flat: tuple[Any, ...]) -> bool:
+    """Run a call on the native CPU backend, if nothing but that has to see it and it takes it; say whether it has.
+
+    Nearly all calls end here, often after work that has emptied the caches, when each function that is asked costs a
+    microsecond: so every question is asked once, of C where C knows. False has changed nothing; what comes after finds
+    out why.
+
+    Args:
+        op: name of the op.
+        inputs: what may require a gradient, the first one being a tensor that tells the device.
+        flat: the arguments of ``torch.ops.gdn.<op>``.
+    """
+    if _is_dynamo() or _recorders or not getattr(inputs[0], "is_cpu", False):
+        return False
+    if _num_dispatch_modes() or _is_tracing() or _functorch_level() is not None:
+        return False
+    if _grad_enabled() and (forward_ad._current_level >= 0 or _any_requires_grad(*inputs)):
+        return False
+    here = _forced_here.get()
+    table = _fast.get(_default if here is None else here)
+    kernel = (_fast_table() if table is None else table).get(op)
+    if kernel is None:
+        return False
+    try:
+        kernel(*flat)
+    except NotImplementedError:  # declined before anything changed
+        return False
+    if not _inference_mode():
+        _mark_written(op, flat)
+    return True
+
+
+def run_watched(op: str, flat: tuple[Any, ...]) -> None:
+    """Run ``op`` where whoever has to see it does, or else on the first backend that takes it."""
+    if not _is_compiling() and _recorders and _explaining.get():
         raise _Intercepted(op, flat, gradient=False, writes=None)
-    if _num_dispatch_modes() or _tracing_state() is not None or _functorch_level() is not None:
-        getattr(torch.ops.gdn, op).default(*flat)
-        return
-    if not _recorders and getattr(like, "is_cpu", False):
-        here = _forced_here.get()
-        table = _fast.get(_default if here is None else here)
-        if table is None:
-            table = _fast_table()
-        kernel = table.get(op)
-        if kernel is not None:
-            try:
-                kernel(*flat)
-            except NotImplementedError:
-                pass  # declined before anything changed: the general path finds out why
-            else:
-                if not _inference_mode():
-                    _mark_written(op, flat)
-                return
-    if any(_is_subclass(tensor) for tensor in flat):
+    if is_traced() or any(_is_subclass(tensor) for tensor in flat):
         getattr(torch.ops.gdn, op).default(*flat)
         return
     run_on_backend(op, flat)
@@ -247,9 +279,7 @@ def run_at_once(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> bool:
 
 def is_traced() -> bool:
     """Tell whether a tracer, a mode or a functorch transform has to see a call as one op."""
-    if _is_compiling():
-        return True
-    return bool(_num_dispatch_modes()) or _tracing_state() is not None or _functorch_level() is not None
+    return _is_compiling() or bool(_num_dispatch_modes()) or _is_tracing() or _functorch_level() is not None
 
 
 def eager_kernels() -> dict[str, Kernel]:
@@ -366,9 +396,8 @@ def record_calls() -> Iterator[Counter[tuple[str, str]]]:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _any_requires_grad(tensors: Sequence[object]) -> bool:
-    # Without exceptions: one for a bias of None took longer than all the rest. What is no tensor, validation names.
-    return any(tensor is not None and getattr(tensor, "requires_grad", False) for tensor in tensors)
+def _requires_grad(tensors: Sequence[object]) -> bool:
+    return any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
 def _any_tangent(tensors: Sequence[object]) -> bool:
@@ -394,7 +423,7 @@ def wants_gradient(op: str, tensors: Sequence[object], flat: Sequence[Any], *, w
         NotImplementedError: a gradient is required of a call for which a native backend was forced.
     """
     transformed = not _is_compiling() and _functorch_level() is not None
-    needed = _grad_enabled() and (_any_requires_grad(tensors) or _any_tangent(tensors))
+    needed = _grad_enabled() and (_requires_grad(tensors) or _any_tangent(tensors))
     if not (transformed or needed):
         return False
     if _recorders and _explaining.get():

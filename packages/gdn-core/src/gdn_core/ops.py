@@ -28,13 +28,12 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._dispatch import Explanation, intercept, run, wants_gradient
+from ._dispatch import Explanation, intercept, run_eager, run_update, run_watched, wants_gradient
 from ._validate import CHUNK, describe, has_data, offsets, tensor
 from .records import ReplayRecords
 
 _empty_like = torch.empty_like
 _PACKED = torch.contiguous_format
-_grad_enabled = torch.is_grad_enabled
 
 _Result2 = tuple[Tensor, Tensor | None]
 _Result3 = tuple[Tensor, Tensor | None, Tensor]
@@ -62,7 +61,7 @@ def _fused_output(output_gate: Tensor, mixed_qkv: Tensor) -> Tensor:
     for name, value in (("output_gate", output_gate), ("mixed_qkv", mixed_qkv)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
-    return torch.empty(output_gate.shape, dtype=mixed_qkv.dtype, device=output_gate.device)
+    return _empty_like(output_gate, dtype=mixed_qkv.dtype, memory_format=_PACKED)
 
 
 def _wide(activations: Tensor) -> torch.dtype:
@@ -111,14 +110,16 @@ def fused_gdn_gating(
     if not isinstance(a, Tensor):
         raise TypeError(f"a: expected a torch.Tensor, got {describe(a)}")
     dtype = _wide(a)
-    g = torch.empty(a.shape, dtype=dtype, device=a.device)
+    g = _empty_like(a, dtype=dtype, memory_format=_PACKED)
     beta = _empty_like(g)
     flat = (A_log, a, b, dt_bias, softplus_beta, softplus_threshold, g, beta)
-    if wants_gradient("fused_gdn_gating", (A_log, a, b, dt_bias), flat, writes=None):
-        return reference.fused_gdn_gating(
-            A_log, a, b, dt_bias, softplus_beta=softplus_beta, softplus_threshold=softplus_threshold
-        )
-    run("fused_gdn_gating", a, flat)
+    inputs = (a, b, A_log, dt_bias)
+    if not run_eager("fused_gdn_gating", inputs, flat):
+        if wants_gradient("fused_gdn_gating", inputs, flat, writes=None):
+            return reference.fused_gdn_gating(
+                A_log, a, b, dt_bias, softplus_beta=softplus_beta, softplus_threshold=softplus_threshold
+            )
+        run_watched("fused_gdn_gating", flat)
     return g, beta
 
 
@@ -258,14 +259,16 @@ def chunk_gated_delta_rule(
         q, k, v, g, beta, scale, start, pool, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, cu_seqlens, state_indices, has_initial_state, null_slot, o, final_state, chunk_states,
     )  # fmt: skip
-    writes = "initial_state" if state_indices is not None else "out" if out is not None else None
-    if wants_gradient("chunk_gated_delta_rule", (q, k, v, g, beta, initial_state, o), flat, writes=writes):
-        return reference.chunk_gated_delta_rule(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
-            has_initial_state=has_initial_state, output_chunk_states=output_chunk_states,
-        )  # fmt: skip
-    run("chunk_gated_delta_rule", q, flat)
+    inputs = (q, k, v, g, beta, initial_state, o)
+    if not run_eager("chunk_gated_delta_rule", inputs, flat):
+        writes = "initial_state" if state_indices is not None else "out" if out is not None else None
+        if wants_gradient("chunk_gated_delta_rule", inputs, flat, writes=writes):
+            return reference.chunk_gated_delta_rule(
+                q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+                has_initial_state=has_initial_state, output_chunk_states=output_chunk_states,
+            )  # fmt: skip
+        run_watched("chunk_gated_delta_rule", flat)
     return (o, final_state) if chunk_states is None else (o, final_state, chunk_states)
 
 
@@ -333,15 +336,16 @@ def fused_recurrent_gated_delta_rule(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, state_indices, has_initial_state,
         null_slot, o, final_state,
     )  # fmt: skip
-    writes = "initial_state" if state_indices is not None else "out" if out is not None else None
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias, o)
-    if wants_gradient("fused_recurrent_gated_delta_rule", inputs, flat, writes=writes):
-        return reference.fused_recurrent_gated_delta_rule(
-            q, k, v, g, None, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
-            cu_seqlens, has_initial_state=has_initial_state,
-        )  # fmt: skip
-    run("fused_recurrent_gated_delta_rule", q, flat)
+    if not run_eager("fused_recurrent_gated_delta_rule", inputs, flat):
+        writes = "initial_state" if state_indices is not None else "out" if out is not None else None
+        if wants_gradient("fused_recurrent_gated_delta_rule", inputs, flat, writes=writes):
+            return reference.fused_recurrent_gated_delta_rule(
+                q, k, v, g, None, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+                cu_seqlens, has_initial_state=has_initial_state,
+            )  # fmt: skip
+        run_watched("fused_recurrent_gated_delta_rule", flat)
     return o, final_state
 
 
@@ -403,10 +407,8 @@ def fused_sigmoid_gating_delta_rule_update(
         A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
-    if _grad_enabled():
-        inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source, o)
-        wants_gradient("fused_sigmoid_gating_delta_rule_update", inputs, flat, writes="initial_state_source")
-    run("fused_sigmoid_gating_delta_rule_update", o, flat)
+    inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source, o)
+    run_update("fused_sigmoid_gating_delta_rule_update", inputs, flat, writes="initial_state_source")
     return o
 
 
@@ -466,10 +468,8 @@ def fused_sigmoid_gating_delta_rule_update_spec(
         A_log, dt_bias, q, k, v, a, b, initial_state_source, spec_state_indices, num_accepted_tokens, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
-    if _grad_enabled():
-        inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source, o)
-        wants_gradient("fused_sigmoid_gating_delta_rule_update_spec", inputs, flat, writes="initial_state_source")
-    run("fused_sigmoid_gating_delta_rule_update_spec", o, flat)
+    inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source, o)
+    run_update("fused_sigmoid_gating_delta_rule_update_spec", inputs, flat, writes="initial_state_source")
     return o
 
 
@@ -534,10 +534,8 @@ def fused_sigmoid_gating_delta_rule_update_replay(
         A_log, dt_bias, q, k, v, a, b, state, slot_indices, *parts, num_accepted_tokens, cu_seqlens,
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
-    if _grad_enabled():
-        inputs = (A_log, dt_bias, q, k, v, a, b, state, *parts, o)
-        wants_gradient("fused_sigmoid_gating_delta_rule_update_replay", inputs, flat, writes="state")
-    run("fused_sigmoid_gating_delta_rule_update_replay", o, flat)
+    inputs = (A_log, dt_bias, q, k, v, a, b, state, *parts, o)
+    run_update("fused_sigmoid_gating_delta_rule_update_replay", inputs, flat, writes="state")
     return o
 
 
@@ -598,15 +596,16 @@ def causal_conv1d_fn(
         x, weight, bias, seq_idx, initial_states, activation, conv_states, query_start_loc, cache_indices,
         has_initial_state, null_slot, y, final_states,
     )  # fmt: skip
-    targets = {"conv_states": conv_states, "final_states_out": final_states_out, "out": out}
-    writes = next((name for name, target in targets.items() if target is not None), None)
     inputs = (x, weight, bias, initial_states, conv_states, y, final_states)
-    if wants_gradient("causal_conv1d_fn", inputs, flat, writes=writes):
-        return reference.causal_conv1d_fn(
-            x, weight, bias, seq_idx, initial_states, return_final_states, None, activation,
-            query_start_loc=query_start_loc, has_initial_state=has_initial_state, null_slot=null_slot,
-        )  # fmt: skip
-    run("causal_conv1d_fn", y, flat)
+    if not run_eager("causal_conv1d_fn", inputs, flat):
+        targets = {"conv_states": conv_states, "final_states_out": final_states_out, "out": out}
+        writes = next((name for name, target in targets.items() if target is not None), None)
+        if wants_gradient("causal_conv1d_fn", inputs, flat, writes=writes):
+            return reference.causal_conv1d_fn(
+                x, weight, bias, seq_idx, initial_states, return_final_states, None, activation,
+                query_start_loc=query_start_loc, has_initial_state=has_initial_state, null_slot=null_slot,
+            )  # fmt: skip
+        run_watched("causal_conv1d_fn", flat)
     return (y, final_states) if return_final_states and final_states is not None else y
 
 
@@ -657,10 +656,8 @@ def causal_conv1d_update(
         x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices, num_accepted_tokens,
         query_start_loc, null_slot, None, y,
     )  # fmt: skip
-    if _grad_enabled():
-        inputs = (x, conv_state, weight, bias, y)
-        wants_gradient("causal_conv1d_update", inputs, flat, writes="conv_state")
-    run("causal_conv1d_update", y, flat)
+    inputs = (x, conv_state, weight, bias, y)
+    run_update("causal_conv1d_update", inputs, flat, writes="conv_state")
     return y
 
 
@@ -695,9 +692,11 @@ def rms_norm_gated(
     """
     y = _like("x", x) if out is None else out
     flat = (x, gate, weight, eps, activation, y)
-    if wants_gradient("rms_norm_gated", (x, gate, weight, y), flat, writes=None if out is None else "out"):
-        return reference.rms_norm_gated(x, gate, weight, eps, activation=activation)
-    run("rms_norm_gated", y, flat)
+    inputs = (x, gate, weight, y)
+    if not run_eager("rms_norm_gated", inputs, flat):
+        if wants_gradient("rms_norm_gated", inputs, flat, writes=None if out is None else "out"):
+            return reference.rms_norm_gated(x, gate, weight, eps, activation=activation)
+        run_watched("rms_norm_gated", flat)
     return y
 
 
@@ -763,10 +762,8 @@ def fused_gdn_decode_post_conv_mtp(
         norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim, state_v_first, null_slot, None,
         y,
     )  # fmt: skip
-    if _grad_enabled():
-        inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, y)
-        wants_gradient("fused_gdn_decode_post_conv_mtp", inputs, flat, writes="state")
-    run("fused_gdn_decode_post_conv_mtp", y, flat)
+    inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, y)
+    run_update("fused_gdn_decode_post_conv_mtp", inputs, flat, writes="state")
     return y
 
 
@@ -822,10 +819,8 @@ def fused_gdn_decode_post_conv_mtp_replay(
         state, output_gate, norm_weight, scale, norm_eps, output_gate_activation, num_key_heads, head_k_dim,
         state_v_first, null_slot, None, y,
     )  # fmt: skip
-    if _grad_enabled():
-        inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, *parts, y)
-        wants_gradient("fused_gdn_decode_post_conv_mtp_replay", inputs, flat, writes="state")
-    run("fused_gdn_decode_post_conv_mtp_replay", y, flat)
+    inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, *parts, y)
+    run_update("fused_gdn_decode_post_conv_mtp_replay", inputs, flat, writes="state")
     return y
 
 

@@ -76,7 +76,7 @@ def gdn_attention(
         for name, value in (("mixed_qkv", mixed_qkv), ("z", z)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
-        out = mixed_qkv.new_empty(z.shape)
+        out = torch.empty_like(z, dtype=mixed_qkv.dtype, memory_format=torch.contiguous_format)
     flat = _flat(core, mixed_qkv, a, b, z, metadata, out)
     if _dispatch.is_traced():
         torch.ops.gdn.gdn_attention.default(*flat)
