@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import gdn_core
+from contract_calls import small_call
 from gdn_core import _dispatch, _log, _registry, _schema, _validate, triton_backend
 from gdn_core.testing import inputs, oracle
 
@@ -657,6 +658,55 @@ def test_tensors_go_to_the_backend_of_their_device(monkeypatch, rediscover):
     assert provider.calls == [False]
     with gdn_core.use_backend("cuda"), pytest.raises(NotImplementedError, match="runs meta tensors, these are on cpu"):
         gdn_core.rms_norm_gated(**norm_call())
+
+
+# --- what stands between a call and its kernel ------------------------------------------------------------------------
+
+
+def functions_entered(function):
+    """Count the functions that a call runs through, its kernel aside: those of Python, and those of C."""
+    counts = {"call": -1, "c_call": -1}  # `function` itself, and the end of the count
+
+    def count(frame, event, argument):
+        if event in counts:
+            counts[event] += 1
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return counts["call"], counts["c_call"]
+
+
+# More than the op, run_eager and is_dynamo_compiling, and than what these two ask of C.
+BEYOND_OTHERS = {
+    "fused_gdn_gating": (1, 3),  # allocates g and beta
+    "chunk_gated_delta_rule": (0, 2),  # looks at the dimensions of q and v
+    "fused_recurrent_gated_delta_rule": (0, 2),
+    "fused_sigmoid_gating_delta_rule_update_replay": (1, 1),  # takes the records apart
+    "fused_gdn_decode_post_conv_mtp_replay": (1, 1),
+}
+
+
+@needs_cpu
+@pytest.mark.parametrize("op", gdn_core.OPS)
+def test_an_eager_call_asks_little(op):
+    """Other work empties the caches between calls: then each function that a call enters costs a microsecond or two."""
+    arguments, function = small_call(op), getattr(gdn_core, op)
+    python, native = BEYOND_OTHERS.get(op, (0, 0))
+    written = sum(argument.alias_info is not None for argument in getattr(torch.ops.gdn, op).default._schema.arguments)
+    marking = 2 + written  # look up which, collect them, tell autograd
+    for guard, more_python, more_native in (
+        (torch.inference_mode, 0, 0),
+        (torch.no_grad, 1, marking),
+        (torch.enable_grad, 1, marking + 1),
+    ):
+        with guard():
+            function(**arguments)  # what is looked up once
+            entered = functions_entered(lambda: function(**arguments))
+        assert entered[0] <= 3 + python + more_python, guard.__name__
+        assert entered[1] <= 7 + native + more_native, guard.__name__
 
 
 # --- forced and unforced calls ----------------------------------------------------------------------------------------

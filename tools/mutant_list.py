@@ -946,7 +946,7 @@ MUTANTS = (
     Mutant(
         "a native backend detaches silently",
         "_dispatch.py",
-        "needed = _grad_enabled() and (_any_requires_grad(tensors) or _any_tangent(tensors))",
+        "needed = _grad_enabled() and (_requires_grad(tensors) or _any_tangent(tensors))",
         "needed = False",
         "test_gradient_of_any_input",
     ),

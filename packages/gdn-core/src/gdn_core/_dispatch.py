@@ -202,9 +202,7 @@ def run(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> None:
 
 
 def run_update(op: str, inputs: tuple[object, ...], flat: tuple[Any, ...], *, writes: str) -> None:
-    """Run ``op``, which updates ``writes`` in place and so has no gradient; arguments as in :func:`wants_gradient`."""
-    if run_eager(op, inputs, flat):
-        return
+    """Run what :func:`run_eager` has not, of an op that updates ``writes`` in place and so has no gradient."""
     if _grad_enabled():
         wants_gradient(op, inputs, flat, writes=writes)
     run_watched(op, flat)
@@ -229,10 +227,12 @@ def run_eager(op: str, inputs: tuple[object, ...], flat: tuple[Any, ...]) -> boo
     if _grad_enabled() and (forward_ad._current_level >= 0 or _any_requires_grad(*inputs)):
         return False
     here = _forced_here.get()
-    table = _fast.get(_default if here is None else here)
-    kernel = (_fast_table() if table is None else table).get(op)
-    if kernel is None:
-        return False
+    try:
+        kernel = _fast[_default if here is None else here][op]
+    except KeyError:
+        kernel = _fast_table().get(op)
+        if kernel is None:
+            return False
     try:
         kernel(*flat)
     except NotImplementedError:  # declined before anything changed
@@ -279,7 +279,7 @@ def run_at_once(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> bool:
 
 def is_traced() -> bool:
     """Tell whether a tracer, a mode or a functorch transform has to see a call as one op."""
-    return _is_compiling() or bool(_num_dispatch_modes()) or _is_tracing() or _functorch_level() is not None
+    return _is_dynamo() or bool(_num_dispatch_modes()) or _is_tracing() or _functorch_level() is not None
 
 
 def eager_kernels() -> dict[str, Kernel]:

@@ -408,7 +408,8 @@ def fused_sigmoid_gating_delta_rule_update(
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
     inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source, o)
-    run_update("fused_sigmoid_gating_delta_rule_update", inputs, flat, writes="initial_state_source")
+    if not run_eager("fused_sigmoid_gating_delta_rule_update", inputs, flat):
+        run_update("fused_sigmoid_gating_delta_rule_update", inputs, flat, writes="initial_state_source")
     return o
 
 
@@ -469,7 +470,8 @@ def fused_sigmoid_gating_delta_rule_update_spec(
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
     inputs = (A_log, dt_bias, q, k, v, a, b, initial_state_source, o)
-    run_update("fused_sigmoid_gating_delta_rule_update_spec", inputs, flat, writes="initial_state_source")
+    if not run_eager("fused_sigmoid_gating_delta_rule_update_spec", inputs, flat):
+        run_update("fused_sigmoid_gating_delta_rule_update_spec", inputs, flat, writes="initial_state_source")
     return o
 
 
@@ -535,7 +537,8 @@ def fused_sigmoid_gating_delta_rule_update_replay(
         use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, scale, state_v_first, null_slot, o,
     )  # fmt: skip
     inputs = (A_log, dt_bias, q, k, v, a, b, state, *parts, o)
-    run_update("fused_sigmoid_gating_delta_rule_update_replay", inputs, flat, writes="state")
+    if not run_eager("fused_sigmoid_gating_delta_rule_update_replay", inputs, flat):
+        run_update("fused_sigmoid_gating_delta_rule_update_replay", inputs, flat, writes="state")
     return o
 
 
@@ -657,7 +660,8 @@ def causal_conv1d_update(
         query_start_loc, null_slot, None, y,
     )  # fmt: skip
     inputs = (x, conv_state, weight, bias, y)
-    run_update("causal_conv1d_update", inputs, flat, writes="conv_state")
+    if not run_eager("causal_conv1d_update", inputs, flat):
+        run_update("causal_conv1d_update", inputs, flat, writes="conv_state")
     return y
 
 
@@ -763,7 +767,8 @@ def fused_gdn_decode_post_conv_mtp(
         y,
     )  # fmt: skip
     inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, y)
-    run_update("fused_gdn_decode_post_conv_mtp", inputs, flat, writes="state")
+    if not run_eager("fused_gdn_decode_post_conv_mtp", inputs, flat):
+        run_update("fused_gdn_decode_post_conv_mtp", inputs, flat, writes="state")
     return y
 
 
@@ -820,7 +825,8 @@ def fused_gdn_decode_post_conv_mtp_replay(
         state_v_first, null_slot, None, y,
     )  # fmt: skip
     inputs = (mixed_qkv, a, b, A_log, dt_bias, state, output_gate, norm_weight, *parts, y)
-    run_update("fused_gdn_decode_post_conv_mtp_replay", inputs, flat, writes="state")
+    if not run_eager("fused_gdn_decode_post_conv_mtp_replay", inputs, flat):
+        run_update("fused_gdn_decode_post_conv_mtp_replay", inputs, flat, writes="state")
     return y
 
 
