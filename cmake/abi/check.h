@@ -15,25 +15,27 @@
 
 namespace gdn {
 
-[[noreturn]] inline void raise(PyObject* type, const std::string& message) {
+// Out of the way of calls that are right, whose code the caches have to fetch anew after other work: what is
+// [[gnu::cold]], and every block that leads to it, lies in a section of its own.
+[[noreturn, gnu::cold]] inline void raise(PyObject* type, const std::string& message) {
   PyErr_SetString(type, message.c_str());
   throw nb::python_error();
 }
-[[noreturn]] inline void raise_value(const std::string& message) { raise(PyExc_ValueError, message); }
-[[noreturn]] inline void raise_type(const std::string& message) { raise(PyExc_TypeError, message); }
-[[noreturn]] inline void raise_index(const std::string& message) { raise(PyExc_IndexError, message); }
+[[noreturn, gnu::cold]] inline void raise_value(const std::string& message) { raise(PyExc_ValueError, message); }
+[[noreturn, gnu::cold]] inline void raise_type(const std::string& message) { raise(PyExc_TypeError, message); }
+[[noreturn, gnu::cold]] inline void raise_index(const std::string& message) { raise(PyExc_IndexError, message); }
 // The call may be right, but this backend does not run it: the dispatcher takes another.
-[[noreturn]] inline void decline(const std::string& message) { raise(PyExc_NotImplementedError, message); }
+[[noreturn, gnu::cold]] inline void decline(const std::string& message) { raise(PyExc_NotImplementedError, message); }
 
 using Name = std::string_view;
 
-inline std::string cat(std::initializer_list<std::string_view> parts) {
+[[gnu::cold]] inline std::string cat(std::initializer_list<std::string_view> parts) {
   std::string text;
   for (std::string_view part : parts) text += part;
   return text;
 }
 
-inline std::string dtype_name(dlpack::DataType dtype) {
+[[gnu::cold]] inline std::string dtype_name(dlpack::DataType dtype) {
   const std::string bits = std::to_string(dtype.bits);
   switch (dtype.code) {
     case dlpack::kInt:
@@ -55,13 +57,13 @@ inline std::string dtype_name(dlpack::DataType dtype) {
   return narrow < std::size(dlpack::kNarrowFloats) ? dlpack::kNarrowFloats[narrow] : "an unknown dtype";
 }
 
-inline std::string list_text(const std::int64_t* values, int count) {
+[[gnu::cold]] inline std::string list_text(const std::int64_t* values, int count) {
   std::string text = "[";
   for (int i = 0; i < count; ++i) text += (i > 0 ? ", " : "") + std::to_string(values[i]);
   return text + "]";
 }
 
-inline std::string describe(const TensorView& view) {
+[[gnu::cold]] inline std::string describe(const TensorView& view) {
   switch (view.status) {
     case TensorView::Status::kOk:
       return dtype_name(view.dl.dtype) + " " + list_text(view.dl.shape, view.dl.ndim);
@@ -83,7 +85,7 @@ struct Dim {
 };
 using Shape = std::initializer_list<Dim>;
 
-inline std::string shape_text(Shape shape) {
+[[gnu::cold]] inline std::string shape_text(Shape shape) {
   std::string text = "[";
   for (const Dim& dim : shape) text += (text.size() > 1 ? ", " : "") + dim.text();
   return text + "]";

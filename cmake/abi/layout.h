@@ -23,7 +23,8 @@ std::optional<DType> floating_dtype(const TensorView& view) {
   return std::nullopt;
 }
 
-[[noreturn]] inline void raise_floating(const TensorView& view, Name name, const std::string& expected_shape) {
+[[noreturn, gnu::cold]] inline void raise_floating(const TensorView& view, Name name,
+                                                   const std::string& expected_shape) {
   if (is_dtype(view, dlpack::kFloat, 64)) decline(cat({name, ": float64 runs on the reference"}));
   raise_type(cat({name, ": expected float32 or bfloat16 or float16 ", expected_shape, ", got ", describe(view)}));
 }

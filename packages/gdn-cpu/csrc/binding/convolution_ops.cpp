@@ -108,12 +108,11 @@ void set_operands(ConvolutionParams& params, TensorView& x, const TensorView& ou
 
 void check_out(const TensorView& out, const TensorView& x) {
   check_readable(out, "out");
-  const std::string shape = list_text(x.dl.shape, x.ndim());
-  if (!floating_dtype<DType>(out)) raise_floating(out, "out", shape);
+  if (!floating_dtype<DType>(out)) raise_floating(out, "out", list_text(x.dl.shape, x.ndim()));
   const bool same =
       out.ndim() == x.ndim() &&
       std::memcmp(out.dl.shape, x.dl.shape, sizeof(std::int64_t) * static_cast<std::size_t>(x.ndim())) == 0;
-  if (!same) raise_value(cat({"out: expected ", shape, ", got ", describe(out)}));
+  if (!same) raise_value(cat({"out: expected ", list_text(x.dl.shape, x.ndim()), ", got ", describe(out)}));
   check_separate_elements(out, "out");
 }
 

@@ -7,13 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
 namespace gdn::cpu {
 
 template <typename Value>
 class SmallVector {
  public:
-  SmallVector() = default;
+  SmallVector() {}  // NOLINT: `= default` would be deleted for a Value that initialises itself
   SmallVector(std::size_t size, Value value) {
     reserve(size);
     size_ = size;
@@ -61,7 +62,11 @@ class SmallVector {
   std::size_t size_ = 0;
   std::size_t capacity_ = kInline;
   std::unique_ptr<Value[]> heap_;
-  Value inline_[kInline];
+  // Left as it is until a value is stored: most calls have few, and writing to all would fetch as many lines.
+  static_assert(std::is_trivially_copyable_v<Value>);
+  union {
+    Value inline_[kInline];
+  };
 };
 
 using Indices = SmallVector<std::int64_t>;
