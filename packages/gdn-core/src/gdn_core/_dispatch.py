@@ -230,9 +230,10 @@ def run_eager(op: str, inputs: tuple[object, ...], flat: tuple[Any, ...]) -> boo
     try:
         kernel = _fast[_default if here is None else here][op]
     except KeyError:
-        kernel = _fast_table().get(op)
-        if kernel is None:
+        table = _fast_table()
+        if op not in table:
             return False
+        kernel = table[op]
     try:
         kernel(*flat)
     except NotImplementedError:  # declined before anything changed
@@ -261,10 +262,13 @@ def run_at_once(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> bool:
     if not getattr(like, "is_cpu", False):
         return False
     here = _forced_here.get()
-    table = _fast.get(_default if here is None else here)
-    kernel = (_fast_table() if table is None else table).get(op)
-    if kernel is None:
-        return False
+    try:
+        kernel = _fast[_default if here is None else here][op]
+    except KeyError:
+        table = _fast_table()
+        if op not in table:
+            return False
+        kernel = table[op]
     try:
         kernel(*flat)
     except NotImplementedError as error:
@@ -273,7 +277,8 @@ def run_at_once(op: str, like: torch.Tensor, flat: tuple[Any, ...]) -> bool:
         raise NotImplementedError(f"{op}: the forced backend 'cpu' cannot run this call: {error}") from error
     if not _inference_mode():
         _mark_written(op, flat)
-    _record(op, "cpu")
+    if _recorders:
+        _record(op, "cpu")
     return True
 
 

@@ -34,6 +34,7 @@ from .records import ReplayRecords
 
 _empty_like = torch.empty_like
 _PACKED = torch.contiguous_format
+_STRIDED = torch.strided
 
 _Result2 = tuple[Tensor, Tensor | None]
 _Result3 = tuple[Tensor, Tensor | None, Tensor]
@@ -61,7 +62,7 @@ def _fused_output(output_gate: Tensor, mixed_qkv: Tensor) -> Tensor:
     for name, value in (("output_gate", output_gate), ("mixed_qkv", mixed_qkv)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
-    return _empty_like(output_gate, dtype=mixed_qkv.dtype, memory_format=_PACKED)
+    return _empty_like(output_gate, dtype=mixed_qkv.dtype, layout=_STRIDED, memory_format=_PACKED)
 
 
 def _wide(activations: Tensor) -> torch.dtype:
@@ -110,7 +111,7 @@ def fused_gdn_gating(
     if not isinstance(a, Tensor):
         raise TypeError(f"a: expected a torch.Tensor, got {describe(a)}")
     dtype = _wide(a)
-    g = _empty_like(a, dtype=dtype, memory_format=_PACKED)
+    g = _empty_like(a, dtype=dtype, layout=_STRIDED, memory_format=_PACKED)
     beta = _empty_like(g)
     flat = (A_log, a, b, dt_bias, softplus_beta, softplus_threshold, g, beta)
     inputs = (a, b, A_log, dt_bias)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .params import GDNLayerParams
 
 if TYPE_CHECKING:
     from .module import GatedDeltaNet
+
+_NO_RECORDS = (None,) * 4
+_grad_enabled = torch.is_grad_enabled
 
 
 def gdn_attention(
@@ -66,30 +69,37 @@ def gdn_attention(
         >>> gdn_core.gdn_attention(x, gates, gates, z, layer, cache, metadata).shape
         torch.Size([9, 4, 16])
     """
-    _check_kinds(layer, cache, metadata)
-    core = Core(
-        layer.conv_weight, layer.conv_bias, layer.A_log, layer.dt_bias, layer.norm_weight, layer.norm_eps,
-        layer.num_key_heads, layer.head_k_dim, layer.activation, layer.output_gate_activation, cache.conv_states,
-        cache.state, cache.records, cache.state_v_first, cache.null_slot,
-    )  # fmt: skip
+    # One frame for what every layer of every step goes through: see _dispatch.run_eager.
+    if not (isinstance(cache, GDNStateCache) and isinstance(metadata, GDNMetadata) and hasattr(layer, "conv_weight")):
+        _refuse_kinds(layer, cache, metadata)
     if out is None:
         for name, value in (("mixed_qkv", mixed_qkv), ("z", z)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
-        out = torch.empty_like(z, dtype=mixed_qkv.dtype, memory_format=torch.contiguous_format)
-    flat = _flat(core, mixed_qkv, a, b, z, metadata, out)
+        out = torch.empty_like(z, dtype=mixed_qkv.dtype, layout=torch.strided, memory_format=torch.contiguous_format)
+    records = cache.records
+    parts = _NO_RECORDS if records is None else (records.k, records.u, records.decay, records.live)
+    flat = (
+        mixed_qkv, a, b, z, layer.conv_weight, layer.conv_bias, layer.A_log, layer.dt_bias, layer.norm_weight,
+        layer.norm_eps, layer.num_key_heads, layer.head_k_dim, layer.activation, layer.output_gate_activation,
+        cache.conv_states, cache.state, *parts, cache.state_v_first, cache.null_slot, metadata.layout,
+        metadata.query_start_loc, metadata.slots, metadata.num_accepted_tokens, metadata.has_initial_state, out,
+    )  # fmt: skip
     if _dispatch.is_traced():
         torch.ops.gdn.gdn_attention.default(*flat)
         return out
     if not cache.is_known_to_fit(layer):
-        check_cache(core)
+        check_cache(_core(flat, records))
         cache.remember_to_fit(layer)
     check_batch(cache, metadata, mixed_qkv)
-    _schema.refuse_gradient("gdn_attention", (mixed_qkv, a, b, z, *_state_tensors(core), out))
+    if _grad_enabled():
+        weights_and_states = (*flat[4:5], *flat[6:9], *flat[14:16])
+        _schema.refuse_gradient("gdn_attention", (mixed_qkv, a, b, z, *weights_and_states, out))
     if cache.records is not None and debugging():
         check_records_live(cache.records, metadata.groups)
     if _dispatch.run_at_once("gdn_attention", out, flat):
         return out
+    core = _core(flat, records)
     check_inputs(core, mixed_qkv, a, b, z, out)
     if cache.records is not None:
         check_records_live(cache.records, metadata.groups)
@@ -97,17 +107,12 @@ def gdn_attention(
     return out
 
 
-def _check_kinds(layer: object, cache: object, metadata: object) -> None:
+def _refuse_kinds(layer: object, cache: object, metadata: object) -> NoReturn:
     if not hasattr(layer, "conv_weight"):
         raise TypeError(f"layer: expected a GDNLayerParams or a GatedDeltaNet, got {describe(layer)}")
     if not isinstance(cache, GDNStateCache):
         raise TypeError(f"cache: expected a GDNStateCache, got {describe(cache)}")
-    if not isinstance(metadata, GDNMetadata):
-        raise TypeError(f"metadata: expected a GDNMetadata, got {describe(metadata)}")
-
-
-def _state_tensors(core: Core) -> list[Tensor]:
-    return [core.A_log, core.dt_bias, core.conv_weight, core.norm_weight, core.conv_states, core.state]
+    raise TypeError(f"metadata: expected a GDNMetadata, got {describe(metadata)}")
 
 
 # --- the op -----------------------------------------------------------------------------------------------------------
@@ -122,15 +127,8 @@ SCHEMA = (
 )
 
 
-def _flat(
-    core: Core, mixed_qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, metadata: GDNMetadata, out: Tensor
-) -> tuple[Any, ...]:
-    records = core.records
-    parts = (None,) * 4 if records is None else (records.k, records.u, records.decay, records.live)
-    return (
-        mixed_qkv, a, b, z, *core[:12], *parts, core.state_v_first, core.null_slot, metadata.layout,
-        metadata.query_start_loc, metadata.slots, metadata.num_accepted_tokens, metadata.has_initial_state, out,
-    )  # fmt: skip
+def _core(flat: Sequence[Any], records: ReplayRecords | None) -> Core:
+    return Core._make([*flat[4:16], records, flat[20], flat[21]])
 
 
 class _Call(NamedTuple):
@@ -145,7 +143,7 @@ class _Call(NamedTuple):
     @classmethod
     def of(cls, flat: Sequence[Any]) -> _Call:
         records = None if flat[16] is None else ReplayRecords.from_tensors(*flat[16:20])
-        core = Core._make([*flat[4:16], records, flat[20], flat[21]])
+        core = _core(flat, records)
         call = cls(core, (flat[0], flat[1], flat[2], flat[3]), flat[22], RowTensors(*flat[23:27]), flat[27])
         check_cache(core)
         check_inputs(core, *call.inputs, call.out)
