@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gdn_core
@@ -149,6 +150,40 @@ def test_explain_answers_for_a_call_that_raises(op, arguments):
     explanation = gdn_core.explain(op, *arguments)
     assert explanation.backend is None
     assert all("Error: " in reason for reason in explanation.reasons.values())
+
+
+class Seen(TorchDispatchMode):
+    """Note which ops are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_a_call_of_plain_tensors():
+    with Seen() as seen:
+        gdn_core.rms_norm_gated(*norm_arguments())
+    assert torch.ops.gdn.rms_norm_gated.default in seen.ops
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_jit_trace_holds_the_op():
+    x, gate, weight, eps = norm_arguments()
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda x: gdn_core.rms_norm_gated(x, gate, weight, eps), (x,))
+        assert "gdn::rms_norm_gated" in str(traced.graph)
+        assert torch.equal(traced(2 * x), gdn_core.rms_norm_gated(2 * x, gate, weight, eps))
+
+
+def test_a_transform_sees_a_call_of_plain_tensors():
+    x, state, weight = torch.ones(2, 8), torch.zeros(2, 8, 3), torch.ones(8, 4)
+    with pytest.raises(RuntimeError, match=r"a torch\.func transform is active"):
+        torch.vmap(lambda _: gdn_core.causal_conv1d_update(x, state, weight))(torch.arange(2))
+    assert not state.any()
 
 
 def test_forward_mode_keeps_its_tangent():
