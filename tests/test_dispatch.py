@@ -664,7 +664,7 @@ def test_tensors_go_to_the_backend_of_their_device(monkeypatch, rediscover):
 
 
 def functions_entered(function):
-    """Count the functions that a call runs through, its kernel aside: those of Python, and those of C."""
+    """Count the functions that a call runs through: those of Python, and those of C."""
     counts = {"call": -1, "c_call": -1}  # `function` itself, and the end of the count
 
     def count(frame, event, argument):
@@ -679,7 +679,7 @@ def functions_entered(function):
     return counts["call"], counts["c_call"]
 
 
-# More than the op, run_eager and is_dynamo_compiling, and than what these two ask of C.
+# More than the op, run_eager and is_dynamo_compiling, and than what run_eager asks of C.
 BEYOND_OTHERS = {
     "fused_gdn_gating": (1, 3),  # allocates g and beta
     "chunk_gated_delta_rule": (0, 2),  # looks at the dimensions of q and v
@@ -689,11 +689,14 @@ BEYOND_OTHERS = {
 }
 
 
-@needs_cpu
 @pytest.mark.parametrize("op", gdn_core.OPS)
-def test_an_eager_call_asks_little(op):
+def test_an_eager_call_asks_little(op, monkeypatch):
     """Other work empties the caches between calls: then each function that a call enters costs a microsecond or two."""
     arguments, function = small_call(op), getattr(gdn_core, op)
+    nothing = "".format  # a function of C that takes whatever it is given
+    monkeypatch.setattr(_dispatch, "_fast", {_dispatch._choice(): {op: nothing}})
+    for name in ("any_requires_grad", "_increment_version"):  # of older torch these are in Python
+        monkeypatch.setattr(_dispatch, name, nothing)
     python, native = BEYOND_OTHERS.get(op, (0, 0))
     written = sum(argument.alias_info is not None for argument in getattr(torch.ops.gdn, op).default._schema.arguments)
     marking = 2 + written  # look up which, collect them, tell autograd
@@ -706,7 +709,7 @@ def test_an_eager_call_asks_little(op):
             function(**arguments)  # what is looked up once
             entered = functions_entered(lambda: function(**arguments))
         assert entered[0] <= 3 + python + more_python, guard.__name__
-        assert entered[1] <= 7 + native + more_native, guard.__name__
+        assert entered[1] <= 8 + native + more_native, guard.__name__
 
 
 # --- forced and unforced calls ----------------------------------------------------------------------------------------

@@ -946,7 +946,7 @@ MUTANTS = (
     Mutant(
         "a native backend detaches silently",
         "_dispatch.py",
-        "needed = _grad_enabled() and (_requires_grad(tensors) or _any_tangent(tensors))",
+        "needed = _grad_enabled() and (_requires_grad(*tensors) or _any_tangent(tensors))",
         "needed = False",
         "test_gradient_of_any_input",
     ),
@@ -974,8 +974,8 @@ MUTANTS = (
     Mutant(
         "an op called past the public function detaches silently",
         "_schema.py",
-        "if torch.is_grad_enabled() and torch._C",
-        "if not torch.is_grad_enabled() and torch._C",
+        "if torch.is_grad_enabled() and _dispatch",
+        "if not torch.is_grad_enabled() and _dispatch",
         "test_the_op_itself_never_detaches",
         "test_compile.py",
     ),

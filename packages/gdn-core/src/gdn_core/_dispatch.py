@@ -41,7 +41,6 @@ reference_kernels: dict[str, Kernel] = {}
 _is_compiling = torch.compiler.is_compiling
 _is_dynamo = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
-_any_requires_grad = torch._C._any_requires_grad
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
 _inference_mode = torch.is_inference_mode_enabled
@@ -58,6 +57,14 @@ def _version_counter() -> Callable[[list[torch.Tensor]], None]:
 
 
 _increment_version = _version_counter()
+
+
+def _requires_grad(*tensors: object) -> bool:
+    return any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+
+
+# The same in C, where torch has it; what a compiler traces cannot call it.
+any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _requires_grad)
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------
@@ -224,7 +231,7 @@ def run_eager(op: str, inputs: tuple[object, ...], flat: tuple[Any, ...]) -> boo
         return False
     if _num_dispatch_modes() or _is_tracing() or _functorch_level() is not None:
         return False
-    if _grad_enabled() and (forward_ad._current_level >= 0 or _any_requires_grad(*inputs)):
+    if _grad_enabled() and (forward_ad._current_level >= 0 or any_requires_grad(*inputs)):
         return False
     here = _forced_here.get()
     try:
@@ -401,10 +408,6 @@ def record_calls() -> Iterator[Counter[tuple[str, str]]]:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _requires_grad(tensors: Sequence[object]) -> bool:
-    return any(getattr(tensor, "requires_grad", False) for tensor in tensors)
-
-
 def _any_tangent(tensors: Sequence[object]) -> bool:
     """Tell whether forward-mode differentiation follows an input."""
     if _is_compiling() or forward_ad._current_level < 0:
@@ -428,7 +431,7 @@ def wants_gradient(op: str, tensors: Sequence[object], flat: Sequence[Any], *, w
         NotImplementedError: a gradient is required of a call for which a native backend was forced.
     """
     transformed = not _is_compiling() and _functorch_level() is not None
-    needed = _grad_enabled() and (_requires_grad(tensors) or _any_tangent(tensors))
+    needed = _grad_enabled() and (_requires_grad(*tensors) or _any_tangent(tensors))
     if not (transformed or needed):
         return False
     if _recorders and _explaining.get():
