@@ -990,23 +990,23 @@ MUTANTS = (
     Mutant(
         "dt_bias forgotten among what needs a gradient",
         "ops.py",
-        '"fused_gdn_gating", (A_log, a, b, dt_bias), flat',
-        '"fused_gdn_gating", (A_log, a, b), flat',
+        "inputs = (a, b, A_log, dt_bias)",
+        "inputs = (a, b, A_log)",
         "test_gradient",
     ),
     Mutant(
         "state forgotten among what needs a gradient",
         "ops.py",
-        "(q, k, v, g, beta, initial_state, o), flat",
-        "(q, k, v, g, beta, o), flat",
+        "inputs = (q, k, v, g, beta, initial_state, o)",
+        "inputs = (q, k, v, g, beta, o)",
         "test_gradient",
     ),
     Mutant(
         "has_initial_state dropped where a gradient is needed",
         "ops.py",
-        "            cu_seqlens, has_initial_state=has_initial_state,\n        )  # fmt: skip\n"
-        '    run("fused_recurrent',
-        '            cu_seqlens,\n        )  # fmt: skip\n    run("fused_recurrent',
+        "                cu_seqlens, has_initial_state=has_initial_state,\n            )  # fmt: skip\n"
+        '        run_watched("fused_recurrent',
+        '                cu_seqlens,\n            )  # fmt: skip\n        run_watched("fused_recurrent',
         "test_gradients_of_the_options",
         "test_contract_autograd.py",
     ),
