@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import attention_cases as cases
 import gdn_core
@@ -574,6 +575,32 @@ def test_a_gradient_is_refused_and_not_dropped():
         batch.run(LAYER, held, metadata)
     with torch.no_grad():
         assert batch.run(LAYER, held, metadata).isfinite().all()
+
+
+OF_THE_LAYER = ("conv_weight", "conv_bias", "A_log", "dt_bias", "norm_weight")
+OF_THE_CACHE = ("conv_states", "state", "records.k", "records.u", "records.decay")
+
+
+@pytest.mark.parametrize("name", ["mixed_qkv", "a", "b", "z", *OF_THE_LAYER, *OF_THE_CACHE])
+@pytest.mark.parametrize("is_forward", [False, True], ids=["backward", "forward"])
+def test_a_gradient_of_any_input_is_refused(name, is_forward):
+    """Each alone, since one that requires a gradient hides another that was forgotten."""
+    batch, held = cases.random_inputs(1), cases.cache("replay")
+    layer = replace(LAYER, conv_bias=torch.zeros(len(LAYER.conv_weight)))
+    owner = held if name in OF_THE_CACHE else layer if name in OF_THE_LAYER else batch
+    *path, attribute = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    metadata = cases.metadata_of([Row(1, (0,), is_speculative=True)], "replay")
+    batch.run(layer, cases.cache("replay"), metadata)  # takes it as it is
+    value = getattr(owner, attribute).detach().clone()
+    before = held.state.clone()
+    with forward_ad.dual_level():
+        needs = forward_ad.make_dual(value, torch.ones_like(value)) if is_forward else value.requires_grad_()
+        object.__setattr__(owner, attribute, needs)
+        with pytest.raises(RuntimeError, match=r"gdn_attention.*gradient.*no_grad"):
+            batch.run(layer, held, metadata)
+    assert torch.equal(held.state, before)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

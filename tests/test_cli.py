@@ -399,15 +399,15 @@ def test_peers_do_without_what_a_level_does_not_have(level: str) -> None:
         pytest.skip(f"no level {level} here")
     script = f"""
 import torch
-from gdn_core.cli.peers import Peers, _hold_torch_to
-peers = Peers([], "{level}", "{level}")
-_hold_torch_to("{level}")
+from gdn_core.cli import peers
+peers._load_transformers = lambda: None
+held = peers.Peers(["transformers"], "{level}", "{level}")
 torch.set_num_threads(1)
 x, weight = torch.ones(1, 8, 16, dtype=torch.bfloat16), torch.ones(8, 1, 4, dtype=torch.bfloat16)
 with torch.profiler.profile() as profile:
     torch.nn.functional.conv1d(x, weight, groups=8)
 names = {{event.name for event in profile.events()}}
-print(torch.backends.cpu.get_cpu_capability(), peers.are_held, "aten::mkldnn_convolution" in names)
+print(torch.backends.cpu.get_cpu_capability(), held.are_held, "aten::mkldnn_convolution" in names)
 """
     environment = {name: value for name, value in os.environ.items() if name not in peers._TORCH_SETTINGS}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
@@ -428,9 +428,10 @@ def test_peers_that_are_held_have_no_known_times(monkeypatch: pytest.MonkeyPatch
     known = known_machines.Known("a test", "none", 0, 0, (1, 1), (1, 1), (1, 1), {("conv", "T=128"): {"vllm": (1, 1)}})
     case = next(plan for plan in plans("conv", Sizes(), Peers([], None)) if plan.label == "T=128").build()
     case = dataclasses.replace(case, known_as=("conv", "T=128"), scale=1.0)
-    for held_to, expected in (None, 1e-6), ("x86_v3", None):
-        loaded = Peers([], "x86_v4_bf16", held_to)
+    for is_held, expected in (False, 1e-6), (True, None):
+        loaded = Peers([], "x86_v4_bf16")
         monkeypatch.setattr(loaded, "vllm_build", peers.VLLM_BEST)
+        monkeypatch.setattr(loaded, "are_held", is_held)
         setting = bench._Run(loaded, [], 1, known, "x86_v4_bf16")
         assert setting.known_seconds(case, "vllm", 1) == expected
 

@@ -408,7 +408,7 @@ def record_calls() -> Iterator[Counter[tuple[str, str]]]:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _any_tangent(tensors: Sequence[object]) -> bool:
+def any_tangent(tensors: Sequence[object]) -> bool:
     """Tell whether forward-mode differentiation follows an input."""
     if _is_compiling() or forward_ad._current_level < 0:
         return False
@@ -431,7 +431,7 @@ def wants_gradient(op: str, tensors: Sequence[object], flat: Sequence[Any], *, w
         NotImplementedError: a gradient is required of a call for which a native backend was forced.
     """
     transformed = not _is_compiling() and _functorch_level() is not None
-    needed = _grad_enabled() and (_requires_grad(*tensors) or _any_tangent(tensors))
+    needed = _grad_enabled() and (_requires_grad(*tensors) or any_tangent(tensors))
     if not (transformed or needed):
         return False
     if _recorders and _explaining.get():

@@ -261,7 +261,7 @@ def _fake(op: str) -> Callable[..., None]:
 
 def refuse_gradient(op: str, flat: Sequence[Any], remedy: str = "call it under torch.no_grad()") -> None:
     """Raise where a gradient is required of a call that cannot give one."""
-    if torch.is_grad_enabled() and _dispatch.any_requires_grad(*flat):
+    if torch.is_grad_enabled() and (_dispatch.any_requires_grad(*flat) or _dispatch.any_tangent(flat)):
         raise RuntimeError(f"{op} has no gradient and an input requires one; {remedy}")
 
 

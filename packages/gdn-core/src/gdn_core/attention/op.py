@@ -93,8 +93,7 @@ def gdn_attention(
         cache.remember_to_fit(layer)
     check_batch(cache, metadata, mixed_qkv)
     if _grad_enabled():
-        weights_and_states = (*flat[4:5], *flat[6:9], *flat[14:16])
-        _schema.refuse_gradient("gdn_attention", (mixed_qkv, a, b, z, *weights_and_states, out))
+        _schema.refuse_gradient("gdn_attention", (*flat[:9], *flat[14:19], out))  # of activations, weights and states
     if cache.records is not None and debugging():
         check_records_live(cache.records, metadata.groups)
     if _dispatch.run_at_once("gdn_attention", out, flat):

@@ -56,7 +56,7 @@ class Peers:
     """
 
     def __init__(self, names: list[str], level: str | None, held_to: str | None = None) -> None:
-        self.are_held = held_to in _TORCH_AT_LEVEL
+        self.are_held = bool(names) and held_to in _TORCH_AT_LEVEL
         if names and held_to is not None:
             _hold_torch_to(held_to)
         self.vllm_build = _vllm_build(level)
