@@ -318,22 +318,20 @@ EXTREMES = {
     "u times what normalises k": {"k": 1e26, "b": -40.0, "state": 0.0, "u": 1e-18},
     "u times what normalises a larger k": {"k": 1e31, "b": -40.0, "state": 0.0, "u": 1e-18},
     "small q times a small state": {"q": 1e-30, "k": 1e-30, "v": 3e-10, "state": 3e-10, "u": 3e-10, "scale": 1e3},
-    "q times k": {"q": 1e33, "k": 1e8, "state": 1e-8, "b": -40.0, "u": 1e-15, "normalize": False},
-    "k times q": {"q": 1e6, "k": 1e36, "v": 1e-10, "a": 1e4, "u": 1e-20, "normalize": False},
 }
 
 
-def make_extreme(arguments, pool, *, q=1.0, k=1.0, v=1.0, state=1.0, u=1.0, a=None, b=None, normalize=True, scale=None):
+def make_extreme(arguments, pool, *, q=1.0, k=1.0, v=1.0, state=1.0, u=1.0, b=None, scale=None):
     """Return the arguments with tokens, states and records of extreme sizes."""
     sizes = {"q": q, "k": k, "v": v}
     scaled = {name: (arguments[name].double() * size).to(arguments[name].dtype) for name, size in sizes.items()}
-    set_to = {name: torch.full_like(arguments[name], x) for name, x in (("a", a), ("b", b)) if x is not None}
+    set_to = {} if b is None else {"b": torch.full_like(arguments["b"], b)}
     pool.mul_(state)
     if "records" in arguments:
         records = arguments["records"]
         records.k.copy_(records.k.double() * k)
         records.u.mul_(u)
-    return {**arguments, **scaled, **set_to, "use_qk_l2norm_in_kernel": normalize, "scale": scale}
+    return {**arguments, **scaled, **set_to, "use_qk_l2norm_in_kernel": True, "scale": scale}
 
 
 @pytest.mark.parametrize("extreme", EXTREMES)
@@ -358,6 +356,28 @@ def test_products_on_the_way_may_leave_fp32(native_impl, op, extreme, dtype, sta
         expected = oracle.fused_sigmoid_gating_delta_rule_update(**wide)
         assert expected.float().isfinite().all()
         check_decode(arguments, guarded, call(op, arguments), (expected, wide["initial_state_source"]))
+
+
+@pytest.mark.parametrize(("large", "small"), [(1e10, 1e-32), (1e4, 1e-36), (1e30, 1e-12)])
+def test_small_elements_beside_large_ones_count(native_impl, large, small):
+    """Not normalised, where q takes only what the small element left in the state."""
+    q, k = torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16)
+    q[..., 1], k[:, 0, :, 0], k[:, 0, :, 1] = 1.0, large, small
+    v = inputs.normal((1, 2, 1, 16), inputs.generator(3), torch.float32)
+    arguments = {"q": q, "k": k, "v": v, "g": torch.zeros(1, 2, 1)}
+    arguments |= {"beta": torch.ones(1, 2, 1), "scale": 1.0, "output_final_state": True}
+    o, final = gdn_core.fused_recurrent_gated_delta_rule(**arguments)
+    wanted, last = oracle.fused_recurrent_gated_delta_rule(**to_float64(arguments))
+    assert relative_error(o, wanted, (1, 2, 3)) <= 2e-6
+    assert relative_error(final[..., 1, :], last[..., 1, :], (0, 1, 2)) <= 2e-6
+
+
+def test_a_large_product_that_a_small_update_takes_away(native_impl):
+    """q k is 8e37 and u is 0: what is left of the output is the state's."""
+    q, k, v = torch.full((1, 1, 1, 16), 0.5), torch.full((1, 1, 1, 16), 1e37), torch.ones(1, 1, 1, 16)
+    g, state = torch.zeros(1, 1, 1), torch.full((1, 1, 16, 16), 4e-10)
+    o, _ = gdn_core.fused_recurrent_gated_delta_rule(q, k, v, g, beta=g, initial_state=state, scale=1.0)
+    torch.testing.assert_close(o, torch.full_like(o, 3.2e-9), rtol=1e-6, atol=0.0)
 
 
 # --- the fused step ---------------------------------------------------------------------------------------------------

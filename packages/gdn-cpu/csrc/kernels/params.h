@@ -235,7 +235,6 @@ struct alignas(kScratchAlignment) RecurrenceScratch {
   float q_factor[kMaxBlockTokens];         // their inverse norms, and products of q and k
   float k_factor[kMaxBlockTokens];
   float qk_product[kMaxBlockTokens];
-  float scale[kMaxBlockTokens];
   float decay[kMaxBlockTokens];  // of the same tokens, or of one token for several value heads
   float beta[kMaxBlockTokens];
   float outputs[kMaxBlockTokens * kMaxHeadDim];  // of the same tokens, where a norm follows

@@ -228,7 +228,7 @@ struct TilePass {
             .qk = block.qk[i],
             .decay = block.decay[i],
             .beta = block.beta[i],
-            .scale = block.scale[i],
+            .scale = p.scale,
             .is_resident = t > 0,
             .next = task.next,
             .key_dim = p.key_dim,

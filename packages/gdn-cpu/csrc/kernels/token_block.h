@@ -4,8 +4,8 @@
 // fp32, their norms and product, the decay and beta.
 //
 // The passes over the state use q and k as they came. Their inverse norms are factors of what the passes give: so the
-// passes need not wait for two square roots and two divisions. Of very large or small q and k a power of two is left to
-// the factors as well, which changes no bit of what fits into fp32 without.
+// passes need not wait for two square roots and two divisions. Of very large or small rows that are normalised, a power
+// of two is left to the factors as well: only what is normalised below the normal numbers can change by that.
 #pragma once
 
 #include "gate.h"
@@ -16,8 +16,8 @@ namespace {
 // Rows of q and k are padded with zeros to whole vectors of every level.
 constexpr std::int64_t kRowMultiple = 16;
 constexpr float kNormEpsilon = 1e-6f;
-// Sums of squares of rows that are used as they came: products with a state, and u times a factor, are then as far from
-// the ends of fp32 as they are for normalised rows.
+// Sums of squares of rows that are used as they came: products with a state, and u times a factor, are then about as
+// far from the ends of fp32 as those of what is normalised.
 constexpr float kSmallestSquares = 0x1p-24f, kLargestSquares = 0x1p24f;
 
 // The tokens of one (sequence, head): batch and first token of its row, and how many.
@@ -33,10 +33,9 @@ struct TokenBlock {
   std::int64_t row_stride;  // of q and k
   const float* q;
   const float* k;
-  const float* q_factor;  // 1 / |q|, or 1, for q as it stands here
+  const float* q_factor;  // 1 / |q| of q as it stands here, or 1
   const float* k_factor;
   const float* qk;  // of q and k with their factors
-  const float* scale;
   const float* decay;
   const float* beta;
 };
@@ -100,36 +99,19 @@ GDN_INLINE float exact_power(int n) { return float_of(static_cast<std::uint32_t>
   return largest == 0xffu ? 0 : static_cast<int>(largest) - 127;
 }
 
-// Divides the row by the power of two of its largest element, and returns what the quotient has to be multiplied with:
-// that power, or its own inverse norm. The epsilon keeps the norm of a small row from needing all of it.
-[[maybe_unused]] float scaled_factor(bool normalizes, float* row, std::int64_t padded) {
-  const int smallest = normalizes ? -40 : 0;
-  const int exponent = static_cast<int>(min_of(126, max_of(smallest, largest_exponent(row, padded))));
-  const Vec down = set1(exact_power(-exponent));
-  for (std::int64_t i = 0; i < padded; i += kLanes) store(row + i, mul(load(row + i), down));
-  if (!normalizes) return exact_power(exponent);
-  const float root = exact_power(-exponent);  // of what scales the squares
-  return 1.0f / square_root(sum_of_squares(row, padded) + kNormEpsilon * root * root);
+// Divides the row by the power of two of its largest element, and returns the inverse norm of the quotient. The epsilon
+// keeps the norm of a small row from needing all of it.
+[[maybe_unused]] float scaled_inverse_norm(float* row, std::int64_t padded) {
+  const int exponent = static_cast<int>(min_of(126, max_of(-40, largest_exponent(row, padded))));
+  const float down = exact_power(-exponent);
+  for (std::int64_t i = 0; i < padded; i += kLanes) store(row + i, mul(load(row + i), set1(down)));
+  return 1.0f / square_root(sum_of_squares(row, padded) + kNormEpsilon * down * down);
 }
 
-// What a row of q or k has to be multiplied with.
-GDN_INLINE float factor_of_row(bool normalizes, float* row, std::int64_t padded) {
+GDN_INLINE float inverse_norm(float* row, std::int64_t padded) {
   const float sum = sum_of_squares(row, padded);
-  if (__builtin_expect(!(kSmallestSquares <= sum && sum <= kLargestSquares), 0)) {
-    return scaled_factor(normalizes, row, padded);
-  }
-  return normalizes ? 1.0f / square_root(sum + kNormEpsilon) : 1.0f;
-}
-
-// Where q and k are not normalised, o = scale (decay (q M) + (q k) u) may be finite while the sum in it is not: n of
-// the 2^n that the sum leaves to the scale.
-GDN_INLINE int output_exponent(double qk, float q_factor, float scale) {
-  const double product = __builtin_fabs(qk), factor = static_cast<double>(q_factor);
-  const double size = factor > product ? factor : product;
-  if (__builtin_expect(!(size >= 0x1p60), 1)) return 0;
-  const float bounded = size < 0x1p120 ? static_cast<float>(size) : 0x1p120f;
-  const int most = 126 - largest_exponent(&scale, 1);
-  return static_cast<int>(max_of(0, min_of(most, largest_exponent(&bounded, 1))));
+  const bool is_ordinary = kSmallestSquares <= sum && sum <= kLargestSquares;
+  return __builtin_expect(is_ordinary, 1) ? 1.0f / square_root(sum + kNormEpsilon) : scaled_inverse_norm(row, padded);
 }
 
 GDN_INLINE Vec raw_log_decay(const RecurrenceParams& p, Vec a, Vec A_log, Vec dt_bias) {
@@ -234,7 +216,7 @@ GDN_INLINE void prefetch_row(const AnyOperand& x, const TokenRow& row, std::int6
 template <class AnyOperand>
 GDN_INLINE float load_row(const AnyOperand& x, std::int64_t index, const RecurrenceParams& p, float* row) {
   with_dtype(x.dtype, x.data, [&](auto data) { convert_row(data + index, p.key_dim, row); });
-  return factor_of_row(p.normalize_qk, row, padded_row(p.key_dim));
+  return p.normalize_qk ? inverse_norm(row, padded_row(p.key_dim)) : 1.0f;
 }
 
 // q and k of tokens [token, token + count) of the row.
@@ -251,12 +233,9 @@ GDN_INLINE float load_row(const AnyOperand& x, std::int64_t index, const Recurre
     // In double precision: all columns of a fresh state's first output are multiples of it, q may be nearly orthogonal
     // to k, and the product of what is not normalised may leave the range of fp32.
     const double qk = dot_double(q, k, padded) * static_cast<double>(q_factor) * static_cast<double>(k_factor);
-    const int exponent = output_exponent(qk, q_factor, p.scale);
-    const float down = exact_power(-exponent);
-    scratch.q_factor[i] = q_factor * down;
+    scratch.q_factor[i] = q_factor;
     scratch.k_factor[i] = k_factor;
-    scratch.qk_product[i] = static_cast<float>(qk * static_cast<double>(down));
-    scratch.scale[i] = p.scale * exact_power(exponent);
+    scratch.qk_product[i] = static_cast<float>(qk);
   }
 }
 
@@ -291,7 +270,6 @@ GDN_INLINE bool has_keys(const RecurrenceScratch& scratch, std::int64_t sequence
           .q_factor = scratch.q_factor,
           .k_factor = scratch.k_factor,
           .qk = scratch.qk_product,
-          .scale = scratch.scale,
           .decay = scratch.decay + first_gate,
           .beta = scratch.beta + first_gate};
 }
