@@ -946,7 +946,7 @@ MUTANTS = (
     Mutant(
         "a native backend detaches silently",
         "_dispatch.py",
-        "needed = _grad_enabled() and (_requires_grad(*tensors) or _any_tangent(tensors))",
+        "needed = _grad_enabled() and (_requires_grad(*tensors) or any_tangent(tensors))",
         "needed = False",
         "test_gradient_of_any_input",
     ),
@@ -974,10 +974,26 @@ MUTANTS = (
     Mutant(
         "an op called past the public function detaches silently",
         "_schema.py",
-        "if torch.is_grad_enabled() and _dispatch",
-        "if not torch.is_grad_enabled() and _dispatch",
+        "if torch.is_grad_enabled() and (_dispatch",
+        "if not torch.is_grad_enabled() and (_dispatch",
         "test_the_op_itself_never_detaches",
         "test_compile.py",
+    ),
+    Mutant(
+        "the layer detaches its records silently",
+        "attention/op.py",
+        "(*flat[:9], *flat[14:19], out)",
+        "(*flat[:9], *flat[14:16], out)",
+        "test_a_gradient_of_any_input_is_refused",
+        "test_attention.py",
+    ),
+    Mutant(
+        "the layer drops tangents silently",
+        "_schema.py",
+        " or _dispatch.any_tangent(flat))",
+        ")",
+        "test_a_gradient_of_any_input_is_refused",
+        "test_attention.py",
     ),
     Mutant(
         "a schema that hides a write",
