@@ -788,21 +788,40 @@ GDN_INLINE Taps<kWidth, kVectors> taps_at(const Filter& filter, std::int64_t loc
   return taps;
 }
 
-// One token, with kSplit of two vectors that are split like the taps. All is read before anything is written: columns
-// are often a multiple of 4 KiB apart, and a load from such a distance waits for the store.
-template <int kWidth, bool kSilu, bool kSplit, int kVectors, class T>
+// Where the operands of a row of one token begin.
+template <class T>
+struct RowPointers {
+  const T* x;
+  T* out;
+  T* history;
+  T* columns;
+};
+template <class T>
+GDN_INLINE RowPointers<T> row_pointers(const ConvolutionParams& p, const ConvolutionRow& row, const T* x, T* out,
+                                       std::int64_t channel) {
+  T* const columns = static_cast<T*>(p.destination.data) + row.destination * p.destination.slot_stride + channel;
+  return {x + row.batch * p.x.batch_stride + row.begin * p.x.token_stride + channel,
+          out + row.batch * p.out.batch_stride + row.begin * p.out.token_stride + channel,
+          columns + row.first_column * p.destination.column_stride, columns};
+}
+template <class T>
+GDN_INLINE void advance(RowPointers<T>& at, std::int64_t channels) {
+  at.x += channels;
+  at.out += channels;
+  at.history += channels;
+  at.columns += channels;
+}
+
+// One token. All is read before anything is written: columns are often a multiple of 4 KiB apart, and a load from such
+// a distance waits for the store.
+template <int kWidth, bool kSilu, int kVectors, class T>
 GDN_INLINE void step_token(const Step<kWidth, T>& step, const Taps<kWidth, kVectors>& taps, std::int64_t channel,
                            std::int64_t n) {
   Vec y[kVectors];
   for (int v = 0; v < kVectors; ++v) y[v] = taps.bias[v];
   for (int j = 0; j < kWidth; ++j) {
-    const T* input = (j < kWidth - 1 ? step.history[j] : step.x) + channel;
     Vec x[kVectors];
-    if constexpr (kSplit) {
-      load_ordered(input, x, n);
-    } else {
-      load_vectors(input, x, n);
-    }
+    load_vectors((j < kWidth - 1 ? step.history[j] : step.x) + channel, x, n);
     for (int v = 0; v < kVectors; ++v) y[v] = fma(x[v], taps.tap[j][v], y[v]);
   }
   const std::size_t bytes = static_cast<std::size_t>(min_of(n, kVectors * kLanes)) * sizeof(T);
@@ -812,11 +831,24 @@ GDN_INLINE void step_token(const Step<kWidth, T>& step, const Taps<kWidth, kVect
   }
   activate<kSilu, T>(y);
   for (int j = 0; j < kWidth - 1; ++j) std::memcpy(step.columns + j * step.column_stride + channel, moved[j], bytes);
-  if constexpr (kSplit) {
-    store_out_pair<kSilu, false>(step.out + channel, y);
-  } else {
-    store_step<kSilu>(step.out + channel, y, n);
+  store_step<kSilu>(step.out + channel, y, n);
+}
+
+// Two vectors of one token in the order of split taps, without the activation: what moves on stays in registers.
+template <int kWidth, class T, class LoadTap>
+GDN_INLINE void step_sums(const RowPointers<T>& at, std::int64_t column_stride, const Vec (&bias)[2],
+                          const LoadTap& load_tap, Vec (&y)[2]) {
+  decltype(load_two(at.x)) input[kWidth];
+  for (int j = 0; j < kWidth - 1; ++j) input[j] = load_two(at.history + j * column_stride);
+  input[kWidth - 1] = load_two(at.x);
+  for (int v = 0; v < 2; ++v) y[v] = bias[v];
+  for (int j = 0; j < kWidth; ++j) {
+    Vec values[2];
+    widen_two(input[j], values);
+    for (int v = 0; v < 2; ++v) y[v] = fma(values[v], load_tap(j, v), y[v]);
   }
+  // After all is read, as above.
+  for (int j = 0; j < kWidth - 1; ++j) store_two(at.columns + j * column_stride, input[j + 1]);
 }
 
 // Several tokens, the same way. Two vectors are in the order of the filter, and leave through `line` where it is used.
@@ -890,29 +922,12 @@ template <StepKind kKind, int kWidth, bool kSilu, int kVectors, class T>
 GDN_INLINE void step_vectors(const Step<kWidth, T>& step, const Filter& filter, std::int64_t channel,
                              std::int64_t local, std::int64_t n, Pipeline<T>& line) {
   if constexpr (kKind == StepKind::kToken) {
-    step_token<kWidth, kSilu, false>(step, taps_at<kWidth, kVectors>(filter, local), channel, n);
+    step_token<kWidth, kSilu>(step, taps_at<kWidth, kVectors>(filter, local), channel, n);
   } else if constexpr (kKind == StepKind::kTokens) {
     step_tokens<kWidth, kSilu, kVectors>(step, filter, channel, local, n, line);
   } else {
     step_interleaved<kWidth, kSilu, kVectors>(step, filter, channel, local, n);
   }
-}
-
-// Where the operands of a row of one token begin.
-template <class T>
-struct RowPointers {
-  const T* x;
-  T* out;
-  T* history;
-  T* columns;
-};
-template <class T>
-GDN_INLINE RowPointers<T> row_pointers(const ConvolutionParams& p, const ConvolutionRow& row, const T* x, T* out,
-                                       std::int64_t channel) {
-  T* const columns = static_cast<T*>(p.destination.data) + row.destination * p.destination.slot_stride + channel;
-  return {x + row.batch * p.x.batch_stride + row.begin * p.x.token_stride + channel,
-          out + row.batch * p.out.batch_stride + row.begin * p.out.token_stride + channel,
-          columns + row.first_column * p.destination.column_stride, columns};
 }
 
 // StepKind::kToken where there are registers for several tokens: two vectors of channels of one row after the other.
@@ -923,44 +938,37 @@ __attribute__((noinline)) void step_tokens_deep(const ConvolutionParams& p, cons
   constexpr std::int64_t kStep = 2 * kLanes;
   const std::int64_t stride = p.destination.column_stride;
   const std::int64_t whole = (channel_end - channel_begin) / kStep * kStep;
+  // `soon` is a few steps ahead of `at`, on to the next row, which lies somewhere else in the pool: near enough that
+  // what it fetches stays in the first-level cache until it is needed.
+  const std::int64_t lead = min_of(8 * kStep, whole);
   alignas(kCacheLine) T nowhere[kStep];
   Pipeline<T> line = empty_pipeline(nowhere);
+  RowPointers<T> soon = row_pointers(p, *pieces[0].row, x, out, channel_begin);
+  advance(soon, lead);
   for (std::int64_t i = 0; i < num_rows; ++i) {
     const ConvolutionRow& row = *pieces[i].row;
     RowPointers<T> at = row_pointers(p, row, x, out, channel_begin);
-    // The next row lies somewhere else in the pool: the processor would see it coming only when it is read. After the
-    // last one come the next channels of the first one.
-    const bool is_last = i + 1 == num_rows;
-    const ConvolutionRow& next_row = *pieces[is_last ? 0 : i + 1].row;
-    const std::int64_t next_channel = is_last && channel_end < p.num_channels ? channel_end : channel_begin;
-    const RowPointers<T> next = row_pointers(p, next_row, x, out, next_channel);
-    const std::int64_t next_x = next.x - at.x, next_out = next.out - at.out, next_history = next.history - at.history;
-    const std::int64_t moved_by = at.columns - at.history;
     for (std::int64_t c = 0; c < whole; c += kStep) {
-      __builtin_prefetch(at.x + next_x, 0, 2);
-      __builtin_prefetch(at.out + next_out, 0, 2);
-      for (int j = 0; j < kWidth - 1; ++j) __builtin_prefetch(at.history + next_history + j * stride, 0, 2);
-      decltype(load_two(x)) input[kWidth];
-      for (int j = 0; j < kWidth - 1; ++j) input[j] = load_two(at.history + j * stride);
-      input[kWidth - 1] = load_two(at.x);
-      Vec y[2];
-      for (int v = 0; v < 2; ++v) y[v] = kHasBias ? load(filter.bias + c + v * kLanes) : zero();
-      for (int j = 0; j < kWidth; ++j) {
-        Vec values[2];
-        widen_two(input[j], values);
-        for (int v = 0; v < 2; ++v) y[v] = fma(values[v], load(filter.tap[j] + c + v * kLanes), y[v]);
+      if (c == whole - lead) {
+        // After the last row come the next channels of the first one.
+        const bool is_last = i + 1 == num_rows;
+        const std::int64_t next_channel = is_last && channel_end < p.num_channels ? channel_end : channel_begin;
+        soon = row_pointers(p, *pieces[is_last ? 0 : i + 1].row, x, out, next_channel);
       }
-      // After all is read: columns are often a multiple of 4 KiB apart, and a load so far from a store waits for it.
-      for (int j = 0; j < kWidth - 1; ++j) store_two(at.history + moved_by + j * stride, input[j + 1]);
+      __builtin_prefetch(soon.x, 0, 3);
+      __builtin_prefetch(soon.out, 0, 3);
+      for (int j = 0; j < kWidth - 1; ++j) __builtin_prefetch(soon.history + j * stride, 0, 3);
+      Vec bias[2], y[2];
+      for (int v = 0; v < 2; ++v) bias[v] = kHasBias ? load(filter.bias + c + v * kLanes) : zero();
+      step_sums<kWidth>(at, stride, bias, [&](int j, int v) { return load(filter.tap[j] + c + v * kLanes); }, y);
       push_sums<kSilu, false>(line, y, at.out);
-      at.x += kStep;
-      at.out += kStep;
-      at.history += kStep;
+      advance(at, kStep);
+      advance(soon, kStep);
     }
     const Step<kWidth, T> step = step_of<kWidth>(p, row, x, out);
     for (std::int64_t c = whole; c < channel_end - channel_begin; c += kLanes) {
       const std::int64_t channel = channel_begin + c;
-      step_token<kWidth, kSilu, false>(step, taps_at<kWidth, 1>(filter, c), channel, channel_end - channel);
+      step_token<kWidth, kSilu>(step, taps_at<kWidth, 1>(filter, c), channel, channel_end - channel);
     }
   }
   finish_sums<kSilu>(line, nowhere);
@@ -1191,21 +1199,37 @@ __attribute__((noinline)) std::int64_t step_one_row(const ConvolutionParams& p, 
   const T* const weight = static_cast<const T*>(p.weight);
   const T* const bias = static_cast<const T*>(p.bias.data);
   const Step<kWidth, T> step = step_of<kWidth>(p, row, x, out);
-  for (; channel + kStep <= channel_end; channel += kStep) {
-    constexpr bool kSplit = kSplitsTaps<kWidth, T>;
+  constexpr bool kSplit = kSplitsTaps<kWidth, T>;
+  const auto load_taps_at = [&](std::int64_t c) __attribute__((always_inline)) {
     Taps<kWidth, 2> taps;
-    load_tap_pairs<kWidth, kSplit>(weight + channel * kWidth, scale, taps.tap);
+    load_tap_pairs<kWidth, kSplit>(weight + c * kWidth, scale, taps.tap);
+    for (int v = 0; v < 2; ++v) taps.bias[v] = zero();
     if (bias != nullptr) {
       if constexpr (kSplit) {
-        load_ordered(bias + channel, taps.bias, kStep);
+        load_ordered(bias + c, taps.bias, kStep);
       } else {
-        load_vectors(bias + channel, taps.bias, kStep);
+        load_vectors(bias + c, taps.bias, kStep);
       }
       for (int v = 0; v < 2; ++v) taps.bias[v] = mul(canonical_nan(taps.bias[v]), scale);
-    } else {
-      for (int v = 0; v < 2; ++v) taps.bias[v] = zero();
     }
-    step_token<kWidth, kSilu, kSplit>(step, taps, channel, kStep);
+    return taps;
+  };
+  if constexpr (kSplit) {
+    alignas(kCacheLine) T nowhere[kStep];
+    Pipeline<T> line = empty_pipeline(nowhere);
+    RowPointers<T> at = row_pointers(p, row, x, out, channel);
+    for (; channel + kStep <= channel_end; channel += kStep) {
+      const Taps<kWidth, 2> taps = load_taps_at(channel);
+      Vec y[2];
+      step_sums<kWidth>(at, step.column_stride, taps.bias, [&](int j, int v) { return taps.tap[j][v]; }, y);
+      push_sums<kSilu, false>(line, y, at.out);
+      advance(at, kStep);
+    }
+    finish_sums<kSilu>(line, nowhere);
+  } else {
+    for (; channel + kStep <= channel_end; channel += kStep) {
+      step_token<kWidth, kSilu>(step, load_taps_at(channel), channel, kStep);
+    }
   }
   return channel;
 }

@@ -231,6 +231,20 @@ GDN_INLINE void widen_split(__m512i words, Vec& even, Vec& odd) {
   odd = {_mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(-0x10000)))};
 }
 GDN_INLINE void load_split(const BFloat16* p, Vec& even, Vec& odd) { widen_split(_mm512_loadu_si512(p), even, odd); }
+// Of 2 kLanes channels with four words side by side, word j of those at even places and of those at odd ones.
+GDN_INLINE void load_interleaved_split(const BFloat16* p, Vec (&even)[4], Vec (&odd)[4]) {
+  // Two words of each channel of two vectors, first those at even places.
+  const __m512i index = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 2, 6, 10, 14, 18, 22, 26, 30);
+  for (int j = 0; j < 4; j += 2) {
+    const __m512i dword = _mm512_add_epi32(index, _mm512_set1_epi32(j / 2));
+    __m512i half[2];
+    for (int i = 0; i < 2; ++i) {
+      half[i] = _mm512_permutex2var_epi32(_mm512_loadu_si512(p + i * 64), dword, _mm512_loadu_si512(p + i * 64 + 32));
+    }
+    widen_split(_mm512_inserti64x4(half[0], _mm512_castsi512_si256(half[1]), 1), even[j], even[j + 1]);
+    widen_split(_mm512_shuffle_i64x2(half[0], half[1], 0xee), odd[j], odd[j + 1]);
+  }
+}
 GDN_INLINE __m512i narrow_split(Vec even, Vec odd) {
 #if defined(__AVX512BF16__)
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
