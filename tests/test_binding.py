@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import ClassVar
 
 import numpy
@@ -300,6 +301,21 @@ def test_the_levels_and_their_reasons():
 
 def active():
     return next(level.name for level in gdn_cpu.levels() if level.active)
+
+
+@pytest.mark.skipif("x86_v4_bf16" not in supported(), reason="needs AVX512-BF16")
+def test_dot_products_of_bf16_are_preferred_where_they_are_faster():
+    """Intel's take as long for one product as two fused multiply-adds of fp32."""
+    is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    expected = ["portable", "avx512_bf16"] if is_intel else ["avx512_bf16", "portable"]
+    for level, tiles in ("x86_v4_bf16", []), ("x86_amx", ["amx"]):
+        if level not in supported():
+            continue
+        with gdn_cpu.isa_level(level):
+            assert [name for name in gdn_cpu.gemm_engines() if name != "openblas"] == tiles + expected
+            first = (tiles + expected)[0]
+            (cpu,) = [backend for backend in gdn_core.backends() if backend.name == "cpu"]
+            assert cpu.details["products"] == f"{first} for bf16, portable for fp32 and fp16"
 
 
 def test_isa_level_caps_and_restores():

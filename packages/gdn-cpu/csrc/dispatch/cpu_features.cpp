@@ -55,6 +55,11 @@ long arch_prctl(int code, unsigned long argument) {
   return syscall(SYS_arch_prctl, code, argument);
 }
 
+bool is_intel() {
+  const Registers vendor = cpuid(0, 0);  // "GenuineIntel", in this order
+  return vendor.ebx == 0x756e6547 && vendor.edx == 0x49656e69 && vendor.ecx == 0x6c65746e;
+}
+
 CpuFeatures detect() {
   const Registers basic = cpuid(1, 0);
   const Registers extended = cpuid(7, 0);
@@ -67,6 +72,7 @@ CpuFeatures detect() {
                       bit(extended.ebx, 30) && bit(extended.ebx, 31);
   f.x86_v4 = f.x86_v3 && all(state, kZmm) && avx512;
   f.x86_v4_bf16 = f.x86_v4 && bit(extended1.eax, 5) && bit(extended.ecx, 11);
+  f.slow_bf16_dot = is_intel();
   const bool amx = all(state, kTiles) && bit(extended.edx, 24) && bit(extended.edx, 22);
   f.x86_amx = f.x86_v4_bf16 && (amx || amx_emulator() != nullptr);
   return f;

@@ -36,6 +36,22 @@ const KernelTable& bf16_table() {
   }();
   return table;
 }
+
+// The faster one first.
+ChunkKernels bf16_kernels() {
+  const ChunkKernel* const own = &x86_v4_bf16::kChunkOfBFloat16;
+  const ChunkKernel* const fp32 = x86_v4::kTable.chunk;
+  const bool is_slow = cpu_features().slow_bf16_dot;
+  return {is_slow ? fp32 : own, is_slow ? own : fp32, x86_v4::kTable.blas_chunk};
+}
+
+#if defined(GDN_HAVE_X86_AMX)
+ChunkKernels amx_kernels() {
+  ChunkKernels kernels = bf16_kernels();
+  kernels.insert(kernels.begin(), &x86_amx::kChunkOfBFloat16);
+  return kernels;
+}
+#endif
 #endif
 
 std::vector<Level> list_levels() {
@@ -52,17 +68,11 @@ std::vector<Level> list_levels() {
                  fp32_kernels(x86_v4::kTable)});
 #endif
 #if defined(GDN_HAVE_X86_V4_BF16)
-  all.push_back({"x86_v4_bf16",
-                 reason(cpu.x86_v4_bf16, "needs AVX512-BF16 and VNNI"),
-                 &bf16_table(),
-                 {&x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk, x86_v4::kTable.blas_chunk}});
+  all.push_back({"x86_v4_bf16", reason(cpu.x86_v4_bf16, "needs AVX512-BF16 and VNNI"), &bf16_table(), bf16_kernels()});
 #endif
 #if defined(GDN_HAVE_X86_AMX)
   all.push_back(
-      {"x86_amx",
-       cpu.x86_amx ? amx_permission_error() : "needs AMX-TILE and AMX-BF16",
-       &bf16_table(),
-       {&x86_amx::kChunkOfBFloat16, &x86_v4_bf16::kChunkOfBFloat16, x86_v4::kTable.chunk, x86_v4::kTable.blas_chunk}});
+      {"x86_amx", cpu.x86_amx ? amx_permission_error() : "needs AMX-TILE and AMX-BF16", &bf16_table(), amx_kernels()});
 #endif
   return all;
 }

@@ -93,7 +93,8 @@ def chunked_floor(sizes: Sizes, lengths: list[int], dtype: torch.dtype) -> Calla
     num_bytes = 4 * len(lengths) * sizes.state_values
 
     def floor(limits: Limits) -> float:
-        rate = limits.bf16_gflop_s if dtype == BF16 and limits.bf16_gflop_s is not None else limits.gflop_s
+        bf16 = limits.bf16_gflop_s if dtype == BF16 and limits.bf16_gflop_s is not None else 0.0
+        rate = max(bf16, limits.gflop_s)  # bf16 may be multiplied in fp32, which some CPUs do faster
         return max(1e-9 * flop / rate, limits.update_seconds(num_bytes))
 
     return floor
