@@ -448,6 +448,20 @@ def test_every_thread_has_tiles_of_its_own(program: ctypes.CDLL) -> None:
     assert EMULATOR.amx_emulator_unreleased_exits() == 0
 
 
+@pytest.mark.skipif(not IS_NATIVE, reason="needs a CPU with AMX")
+def test_bf16_products_are_those_of_the_cpu_bit_for_bit(tmp_path: Path) -> None:
+    program = tmp_path / "amx_silicon"
+    includes = f"-I{ROOT / 'tools' / 'amx_emulator'}"
+    source = str(ROOT / "tests" / "amx_silicon.c")
+    build = [BUILD.compiler(), "-O2", "-Wall", "-Wextra", "-Werror", includes, "-o", str(program), source]
+    subprocess.run([*build, "-ldl", "-lpthread"], check=True)
+    result = subprocess.run([str(program)], capture_output=True, text=True, check=True)
+    compared, different, other_nans = map(int, result.stdout.split())
+    assert compared > 3_000_000
+    assert different == 0
+    assert other_nans < compared / 1000  # the payloads of NaNs are not emulated
+
+
 def count(name: str | None = None) -> int:
     return int(EMULATOR.amx_emulator_count(None if name is None else name.encode()))
 
